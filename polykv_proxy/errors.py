@@ -1,0 +1,211 @@
+"""Every error the proxy answers with, on one page.
+
+Each class carries the HTTP ``status`` and the stable ``code`` of its JSON body; ``extra`` are further fields of that
+body (``divergence_pos``, ``cells_missing``, …). Only the routes and the relay turn them into HTTP; everybody else raises
+them. Foreign exceptions (aiohttp, json) are mapped in ``upstream.client`` and ``routes.body``.
+
+PolyKVError
+├── RequestError         the caller's doing               400 404 409 413 431
+├── CapacityError        nothing free right now           429 503 507
+├── UpstreamError        llama-server's doing             501 502 503 504
+└── InvariantError       a bug of ours                    500
+"""
+
+from typing import Any, ClassVar
+
+
+class PolyKVError(Exception):
+    """Root of the tree; never raised itself."""
+
+    status: ClassVar[int] = 500
+    code: ClassVar[str] = "internal_error"
+    retry_after_s: float | None = None
+
+    def __init__(
+        self, message: str, *, param: str | None = None, retry_after_s: float | None = None, **extra: Any
+    ):
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.extra = extra
+        if retry_after_s is not None:
+            self.retry_after_s = retry_after_s
+
+
+# The caller's doing ------------------------------------------------------------------------------------------------
+
+
+class RequestError(PolyKVError):
+    status = 400
+    code = "invalid_request"
+
+
+class InvalidJson(RequestError):
+    code = "invalid_json"
+
+
+class PoolNotFound(RequestError):
+    status = 404
+    code = "pool_not_found"
+
+
+class SessionNotFound(RequestError):
+    status = 404
+    code = "session_not_found"
+
+
+class RouteNotFound(RequestError):
+    status = 404
+    code = "not_found"
+
+
+class MethodNotAllowed(RequestError):
+    status = 405
+    code = "method_not_allowed"
+
+
+class BodyTooLarge(RequestError):
+    status = 413
+    code = "body_too_large"
+
+
+class PrefixMismatch(RequestError):
+    """Tokens break the prefix contract. ``divergence_pos``: first position that differs."""
+
+    status = 409
+    code = "prefix_mismatch"
+
+    def __init__(self, message: str, *, divergence_pos: int, **kw: Any):
+        super().__init__(message, divergence_pos=divergence_pos, **kw)
+        self.divergence_pos = divergence_pos
+
+
+class ExplicitPrefixTooLong(PrefixMismatch):
+    """``shared_prefix_n_tokens`` of a request is more than what matches. Never 409 on ``/v1/*``: clients retry it."""
+
+    status = 400
+
+
+class NameTaken(RequestError):
+    status = 409
+    code = "name_taken"
+
+
+class PoolHasChildren(RequestError):
+    status = 409
+    code = "pool_has_children"
+
+
+class PoolInUse(RequestError):
+    status = 409
+    code = "pool_in_use"
+
+
+class PinBudget(RequestError):
+    status = 409
+    code = "pin_budget"
+
+
+class SessionNotResident(RequestError):
+    status = 409
+    code = "session_not_resident"
+
+
+class BranchNotExact(RequestError):
+    """The model keeps checkpoints instead of cells and ``exact`` was asked. ``branch_pos``: the one it could give."""
+
+    status = 409
+    code = "branch_not_exact"
+
+
+class ContextLengthExceeded(RequestError):
+    """llama-server's own shape: ``n_prompt_tokens`` and ``n_ctx`` in the body."""
+
+    code = "context_length_exceeded"
+
+
+# Nothing free right now --------------------------------------------------------------------------------------------
+
+
+class CapacityError(PolyKVError):
+    status = 503
+    code = "unavailable"
+    retry_after_s = 1.0
+
+
+class SeqIdsExhausted(CapacityError):
+    code = "seq_ids_exhausted"
+
+
+class KvExhausted(CapacityError):
+    """``cells_missing``: how many cells short."""
+
+    status = 507
+    code = "kv_exhausted"
+
+
+class KvExhaustedForRequest(KvExhausted):
+    """A data request that could not even go unpooled."""
+
+    status = 503
+
+
+class Draining(CapacityError):
+    code = "draining"
+
+
+# llama-server's doing ----------------------------------------------------------------------------------------------
+
+
+class UpstreamError(PolyKVError):
+    status = 502
+    code = "upstream_error"
+
+
+class UpstreamUnavailable(UpstreamError):
+    status = 503
+    code = "upstream_unavailable"
+    retry_after_s = 1.0
+
+
+class UpstreamLoading(UpstreamError):
+    status = 503
+    code = "loading"
+    retry_after_s = 1.0
+
+
+class UpstreamTimeout(UpstreamError):
+    status = 504
+    code = "upstream_timeout"
+
+
+class UpstreamRestarted(UpstreamError):
+    status = 503
+    code = "upstream_restarted"
+    retry_after_s = 1.0
+
+
+class EngineUnpatched(UpstreamError):
+    status = 501
+    code = "engine_unpatched"
+
+
+class EngineRefused(UpstreamError):
+    """The engine answered a hook with an error of its own that the proxy did not foresee. ``engine_status``, message."""
+
+    code = "engine_refused"
+
+
+class SharingUnsupported(UpstreamError):
+    """This model or cache layout cannot share a prefix (a sliding window without ``--swa-full``, media)."""
+
+    status = 501
+    code = "sharing_unsupported"
+
+
+# A bug of ours -----------------------------------------------------------------------------------------------------
+
+
+class InvariantError(PolyKVError):
+    status = 500
+    code = "internal_error"
