@@ -21,9 +21,7 @@ class PolyKVError(Exception):
     code: ClassVar[str] = "internal_error"
     retry_after_s: float | None = None
 
-    def __init__(
-        self, message: str, *, param: str | None = None, retry_after_s: float | None = None, **extra: Any
-    ):
+    def __init__(self, message: str, *, param: str | None = None, retry_after_s: float | None = None, **extra: Any):
         super().__init__(message)
         self.message = message
         self.param = param
