@@ -1,7 +1,7 @@
 """Every error the proxy answers with, on one page.
 
 Each class carries the HTTP ``status`` and the stable ``code`` of its JSON body; ``extra`` are further fields of that
-body (``divergence_pos``, ``cells_missing``, …). Only the routes and the relay turn them into HTTP; everybody else raises
+body (``divergence_pos``, ``cells_missing``, …). Only the routes and the relay turn them into HTTP; all others raise
 them. Foreign exceptions (aiohttp, json) are mapped in ``upstream.client`` and ``routes.body``.
 
 PolyKVError
@@ -189,7 +189,7 @@ class EngineUnpatched(UpstreamError):
 
 
 class EngineRefused(UpstreamError):
-    """The engine answered a hook with an error of its own that the proxy did not foresee. ``engine_status``, message."""
+    """The engine answered a hook with an error that the proxy did not foresee. ``engine_status``, message."""
 
     code = "engine_refused"
 
