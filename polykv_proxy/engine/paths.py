@@ -1,0 +1,41 @@
+"""Where things lie on this machine: the checkout, the per-user cache, the per-user state."""
+
+import os
+from pathlib import Path
+
+_PACKAGE = Path(__file__).resolve().parent.parent
+
+
+def checkout_dir() -> Path | None:
+    """The project's checkout if we run from one, else None (an installed package)."""
+    root = _PACKAGE.parent
+    return root if (root / "patches" / "BASE").is_file() and (root / "pyproject.toml").is_file() else None
+
+
+def patches_dir() -> Path:
+    """The series of the checkout; an installed package carries a copy of its own."""
+    root = checkout_dir()
+    return root / "patches" if root else _PACKAGE / "engine" / "patches"
+
+
+def submodule_dir() -> Path | None:
+    """``llama.cpp/`` of the checkout if it is checked out; an empty folder (a clone without submodules) is not."""
+    root = checkout_dir()
+    return root / "llama.cpp" if root and (root / "llama.cpp" / "CMakeLists.txt").is_file() else None
+
+
+def cache_dir() -> Path:
+    """``POLYKV_CACHE``, else ``polykv`` below ``XDG_CACHE_HOME`` or ``~/.cache``. Everything in it can be rebuilt."""
+    return _user_dir("POLYKV_CACHE", "XDG_CACHE_HOME", ".cache")
+
+
+def state_dir() -> Path:
+    """``POLYKV_STATE_DIR``, else ``polykv`` below ``XDG_STATE_HOME`` or ``~/.local/state``: logs and journals."""
+    return _user_dir("POLYKV_STATE_DIR", "XDG_STATE_HOME", ".local/state")
+
+
+def _user_dir(own: str, xdg: str, fallback: str) -> Path:
+    if named := os.environ.get(own):
+        return Path(named).expanduser().absolute()
+    base = os.environ.get(xdg)
+    return (Path(base) if base else Path.home() / fallback) / "polykv"
