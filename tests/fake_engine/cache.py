@@ -1,0 +1,95 @@
+"""Sequences and cells of a unified KV cache, as exactly as a test needs them.
+
+A cell is a number; a sequence is a list of tokens and of the cells that hold them. Sharing copies cell numbers, so
+``used`` is the size of the union: a shared cell counts once and returns with its last holder.
+"""
+
+import itertools
+import struct
+from dataclasses import dataclass, field
+
+import xxhash
+
+
+def tokens_hash(tokens: list[int]) -> str:
+    return f"{xxhash.xxh64_intdigest(struct.pack(f'<{len(tokens)}i', *tokens), seed=0):016x}"
+
+
+def lcp(a: list[int], b: list[int]) -> int:
+    n = 0
+    for x, y in zip(a, b, strict=False):
+        if x != y:
+            break
+        n += 1
+    return n
+
+
+@dataclass
+class Sequence:
+    tokens: list[int] = field(default_factory=list)
+    cells: list[int] = field(default_factory=list)
+
+    def cut(self, n: int) -> None:
+        del self.tokens[n:]
+        del self.cells[n:]
+
+    def share_from(self, other: "Sequence", n: int) -> None:
+        """Become ``other[0, n)`` without new cells."""
+        self.tokens = other.tokens[:n]
+        self.cells = other.cells[:n]
+
+
+@dataclass
+class PoolSeq(Sequence):
+    seq: int = -1
+    state: str = "free"
+    gen: int = 0
+    tag: str = ""
+    parent_seq: int = -1
+    branch_pos: int = 0
+    n_attach: int = 0
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "seq": self.seq,
+            "state": self.state,
+            "gen": self.gen,
+            "tag": self.tag,
+            "n_tokens": len(self.tokens),
+            "tokens_hash": tokens_hash(self.tokens) if self.tokens else "",
+            "parent_seq": self.parent_seq,
+            "branch_pos": self.branch_pos,
+            "n_attach": self.n_attach,
+        }
+
+
+class OutOfCells(Exception):
+    def __init__(self, need: int, free: int):
+        super().__init__(f"need {need} cells, {free} free")
+        self.need, self.free = need, free
+
+
+class Cache:
+    """``n_cells`` cells; ``sequences`` are all that may hold them."""
+
+    def __init__(self, n_cells: int):
+        self.n_cells = n_cells
+        self.sequences: list[Sequence] = []
+        self._fresh = itertools.count()
+
+    def used(self) -> int:
+        held: set[int] = set()
+        for sequence in self.sequences:
+            held.update(sequence.cells)
+        return len(held)
+
+    def free(self) -> int:
+        return self.n_cells - self.used()
+
+    def append(self, sequence: Sequence, tokens: list[int]) -> None:
+        """New cells for ``tokens`` at the end. Raises OutOfCells before anything changed."""
+        free = self.free()
+        if len(tokens) > free:
+            raise OutOfCells(len(tokens), free)
+        sequence.tokens += tokens
+        sequence.cells += [next(self._fresh) for _ in tokens]

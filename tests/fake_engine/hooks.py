@@ -1,0 +1,265 @@
+"""``/polykv/engine/*`` of the fake engine, as the contract §5 has it.
+
+Materializing takes turns on one service slot and goes on when its client leaves; a sequence is reserved at launch and
+is emptied again after any failure.
+"""
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import web
+
+from tests.fake_engine.cache import OutOfCells, PoolSeq, Sequence, lcp, tokens_hash
+from tests.fake_engine.toy import N_VOCAB, Refused
+
+if TYPE_CHECKING:
+    from tests.fake_engine.server import FakeEngine
+
+
+class HookError(Exception):
+    def __init__(self, status: int, message: str, **extra: Any):
+        super().__init__(message)
+        self.status, self.extra = status, extra
+
+
+class Hooks:
+    def __init__(self, engine: "FakeEngine"):
+        self.engine = engine
+        self.n_materialized = 0
+        self.n_processed = 0
+        self.owner: str | None = None
+        self._service = asyncio.Lock()
+        self._jobs: set[asyncio.Task[dict[str, Any]]] = set()
+
+    def add_routes(self, app: web.Application) -> None:
+        app.router.add_get("/polykv/engine/pools", self._guarded(self._list, "list"))
+        app.router.add_post("/polykv/engine/pools", self._guarded(self._operate, None))
+        app.router.add_delete("/polykv/engine/pools/{seq}", self._guarded(self._free, "free"))
+        app.router.add_post("/polykv/engine/render", self._guarded(self._render, "render"))
+        app.router.add_get("/polykv/engine/stats", self._guarded(self._stats, "stats"))
+        app.router.add_put("/polykv/engine/owner", self._guarded(self._own, "owner"))
+
+    async def stop(self) -> None:
+        for job in self._jobs:
+            job.cancel()
+        await asyncio.gather(*self._jobs, return_exceptions=True)
+
+    def _guarded(self, handler: Any, place: str | None) -> Any:
+        async def guarded(request: web.Request) -> web.StreamResponse:
+            try:
+                where = place or str((await _body(request)).get("op"))
+                early = await self.engine.faults.at(where, "request", request)
+                if early is not None:
+                    return early
+                answer = await handler(request)
+                late = await self.engine.faults.at(where, "reply", request)
+            except HookError as e:
+                body = {"code": e.status, "message": str(e), "type": "polykv_error", **e.extra}
+                return web.json_response({"error": body}, status=e.status)
+            return late if late is not None else web.json_response(answer)
+
+        return guarded
+
+    # reads ---------------------------------------------------------------------------------------------------------
+
+    def _cells(self) -> dict[str, Any]:
+        cache = self.engine.cache
+        used = cache.used()
+        return {"used": used, "total": cache.n_cells, "free": cache.n_cells - used, "hi": used, "n_stream": 1}
+
+    async def _list(self, request: web.Request) -> dict[str, Any]:
+        e = self.engine
+        return {"epoch": e.epoch, "cells": self._cells(), "pools": [p.as_json() for p in e.pools], "saved": []}
+
+    async def _stats(self, request: web.Request) -> dict[str, Any]:
+        e = self.engine
+        slots = [
+            {
+                "id": s.id,
+                "state": s.state,
+                "id_task": s.id_task,
+                "n_ctx": e.n_ctx_slot,
+                "n_tokens": len(s.tokens),
+                "n_prompt": s.n_prompt,
+                "n_cached": s.n_cached,
+                "n_pool_shared": s.n_pool_shared,
+                "pool_seq": s.pool_seq,
+                "n_decoded_cum": s.n_decoded_cum,
+                "tps_ewma": 0.0,
+            }
+            for s in e.slots
+        ]
+        return {
+            "epoch": e.epoch,
+            "ts": asyncio.get_running_loop().time(),
+            "model": {
+                "fingerprint": e.fingerprint,
+                "path": "toy.gguf",
+                "size": 1,
+                "n_vocab": N_VOCAB,
+                "n_ctx_train": e.n_ctx_slot,
+            },
+            "kv_unified": True,
+            "swa": {"n_swa": 0, "full": True},
+            "recurrent": False,
+            "share": e.share,
+            "kv_bytes_per_token": 1024,
+            "n_slots": e.n_slots,
+            "n_ctx_slot": e.n_ctx_slot,
+            "max_pools": e.max_pools,
+            "n_deferred": e.n_deferred,
+            "cells": self._cells(),
+            "n_decoded_cum": sum(s.n_decoded_cum for s in e.slots),
+            "n_prompt_cum": e.n_prompt_cum,
+            "slots": slots,
+            "finished": list(e.finished),
+        }
+
+    async def _render(self, request: web.Request) -> dict[str, Any]:
+        asked = await _body(request)
+        try:
+            lists, media = self.engine.template.render(str(asked.get("path")), asked.get("body") or {})
+        except (Refused, KeyError, TypeError, AttributeError) as e:
+            raise HookError(400, str(e)) from e
+        return {"tokens": lists[0], "has_media": media, "n_prompts": len(lists)}
+
+    # mutations -----------------------------------------------------------------------------------------------------
+
+    async def _own(self, request: web.Request) -> dict[str, Any]:
+        asked = await _body(request)
+        if self.owner not in (None, asked.get("id")):
+            raise HookError(409, f"owned by {self.owner}", owner=self.owner)
+        self.owner = asked["id"] if asked.get("ttl_s", 0) > 0 else None
+        return {"id": asked["id"], "ttl_s": asked.get("ttl_s", 0)}
+
+    def _check_owner(self, request: web.Request) -> None:
+        if self.owner is not None and request.headers.get("x-polykv-owner") != self.owner:
+            raise HookError(409, f"owned by {self.owner}", owner=self.owner)
+
+    def _pool(self, seq: int) -> PoolSeq:
+        for pool in self.engine.pools:
+            if pool.seq == seq:
+                return pool
+        raise HookError(400, f"sequence {seq} is out of range")
+
+    def _target(self, seq: int) -> PoolSeq:
+        if seq >= 0:
+            pool = self._pool(seq)
+            if pool.state != "free":
+                raise HookError(409, f"sequence {seq} is in use")
+            return pool
+        free = [p for p in self.engine.pools if p.state == "free"]
+        if not free:
+            raise HookError(503, "no free sequence")
+        return free[0]
+
+    async def _free(self, request: web.Request) -> dict[str, Any]:
+        self._check_owner(request)
+        pool = self._pool(int(request.match_info["seq"]))
+        if pool.state != "ready":
+            raise HookError(409 if pool.state == "busy" else 410, f"sequence {pool.seq} is {pool.state}")
+        n = len(pool.tokens)
+        self._clear(pool)
+        return {"seq": pool.seq, "n_tokens": n, "cells": self._cells()}
+
+    def _clear(self, pool: PoolSeq) -> None:
+        pool.cut(0)
+        pool.state, pool.tag, pool.parent_seq, pool.branch_pos, pool.n_attach = "free", "", -1, 0, 0
+
+    async def _operate(self, request: web.Request) -> dict[str, Any]:
+        self._check_owner(request)
+        asked = await _body(request)
+        if self.engine.share != "ok":
+            raise HookError(501, self.engine.share)
+        if asked.get("op") == "snapshot":
+            return self._snapshot(asked)
+        if asked.get("op") != "materialize":
+            raise HookError(400, f"unknown op {asked.get('op')!r}")
+        job = asyncio.ensure_future(self._materialize(asked))
+        self._jobs.add(job)
+        job.add_done_callback(self._jobs.discard)
+        return await asyncio.shield(job)
+
+    def _snapshot(self, asked: dict[str, Any]) -> dict[str, Any]:
+        id_slot, n = int(asked.get("id_slot", -1)), int(asked.get("n_tokens", -1))
+        if not 0 <= id_slot < self.engine.n_slots:
+            raise HookError(400, f"slot {id_slot} is out of range")
+        slot = self.engine.slots[id_slot]
+        if n > len(slot.tokens) or not slot.tokens:
+            raise HookError(409, f"slot {id_slot} has {len(slot.tokens)} tokens")
+        pool = self._target(int(asked.get("seq", -1)))
+        pool.share_from(slot, len(slot.tokens) if n < 0 else n)
+        self._ready(pool, asked, -1, 0)
+        answer = self._answer(pool, len(pool.tokens), 0)
+        return answer | {"tokens": pool.tokens} if asked.get("want_tokens") else answer
+
+    async def _materialize(self, asked: dict[str, Any]) -> dict[str, Any]:
+        tokens, parent_seq = asked.get("tokens"), int(asked.get("parent_seq", -1))
+        if not isinstance(tokens, list) or not tokens:
+            raise HookError(400, "'tokens' must be a list of token ids")
+        if any(not isinstance(t, int) or not 0 <= t < N_VOCAB for t in tokens):
+            raise HookError(400, "token out of vocabulary")
+        if len(tokens) >= self.engine.n_ctx_slot:
+            raise HookError(400, f"{len(tokens)} tokens do not fit a context of {self.engine.n_ctx_slot}")
+        async with self._service:
+            shared, source = 0, Sequence()
+            if parent_seq >= 0:
+                parent = self._pool(parent_seq)
+                if parent.state != "ready":
+                    raise HookError(410, f"no pool in sequence {parent_seq}")
+                shared = int(asked.get("branch_pos", -1))
+                common = lcp(parent.tokens, tokens)
+                shared = common if shared < 0 else shared
+                if shared > common:
+                    raise HookError(409, f"tokens differ from the parent at {common}", divergence_pos=common)
+                source = parent
+            pool = self._target(int(asked.get("seq", -1)))
+            need, free = len(tokens) - shared, self.engine.cache.free()
+            if need > free:
+                raise HookError(507, f"need {need} cells, {free} free", need=need, free=free)
+            pool.state = "busy"
+            try:
+                pool.share_from(source, shared)
+                await asyncio.sleep(self.engine.prefill_s * need)
+                self.engine.cache.append(pool, tokens[shared:])
+            except OutOfCells as e:
+                self._clear(pool)
+                raise HookError(507, str(e), need=e.need, free=e.free) from e
+            except BaseException:
+                self._clear(pool)
+                raise
+            self._ready(pool, asked, parent_seq, shared)
+            self.n_materialized += 1
+            self.n_processed += need
+            return self._answer(pool, shared, need)
+
+    def _ready(self, pool: PoolSeq, asked: dict[str, Any], parent_seq: int, branch_pos: int) -> None:
+        pool.state, pool.tag = "ready", str(asked.get("tag", ""))
+        pool.gen += 1
+        pool.parent_seq, pool.branch_pos, pool.n_attach = parent_seq, branch_pos, 0
+
+    def _answer(self, pool: PoolSeq, n_cached: int, n_processed: int) -> dict[str, Any]:
+        return {
+            "seq": pool.seq,
+            "gen": pool.gen,
+            "tag": pool.tag,
+            "n_tokens": len(pool.tokens),
+            "tokens_hash": tokens_hash(pool.tokens),
+            "parent_seq": pool.parent_seq,
+            "branch_pos": pool.branch_pos,
+            "n_cached": n_cached,
+            "n_processed": n_processed,
+            "t_ms": 0.1,
+        }
+
+
+async def _body(request: web.Request) -> dict[str, Any]:
+    if not await request.read():
+        return {}
+    try:
+        body = await request.json()
+    except ValueError as e:
+        raise HookError(400, f"parse error: {e}") from e
+    if not isinstance(body, dict):
+        raise HookError(400, "an object is needed")
+    return body
