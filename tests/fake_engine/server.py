@@ -37,9 +37,13 @@ def error(status: int, message: str, kind: str, **extra: Any) -> web.Response:
 
 
 class FakeEngine:
-    """``async with FakeEngine() as engine: engine.url``. ``token_s``: time per decoded token; ``prefill_s``: per
-    prompt token; ``byte_by_byte``: every stream piece leaves one byte at a time; ``n_gen``: tokens when the body sets no
-    limit; ``loading``: everything is 503 as while a model loads."""
+    """``async with FakeEngine() as engine: engine.url``.
+
+    ``token_s``       time per decoded token; ``prefill_s`` per prompt token
+    ``byte_by_byte``  every piece of a stream leaves one byte at a time
+    ``n_gen``         tokens to decode when the body sets no limit
+    ``loading``       everything is 503, as while a model loads
+    """
 
     def __init__(
         self,

@@ -1,0 +1,190 @@
+"""Settings of the proxy: default < TOML file (``--config``) < environment ``POLYKV_*`` < flag.
+
+Every field says in one sentence what it is for, with its unit. ``load_settings`` is the one way in; a value that does
+not fit ends in ``ConfigError`` with one line that names the setting as the person wrote it.
+"""
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
+
+from pydantic import Field, SecretStr, ValidationError, field_validator
+from pydantic_settings import (
+    BaseSettings,
+    InitSettingsSource,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
+
+ENV_PREFIX = "POLYKV_"
+MEMORY_STATE = ":memory:"
+
+
+class ConfigError(Exception):
+    """A setting that cannot be used. The message is one line for a person."""
+
+
+class Settings(BaseSettings):
+    """All settings. Build it with ``load_settings``."""
+
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True, validate_default=True)
+
+    host: str = Field("127.0.0.1", description="Address the proxy listens on.")
+    port: int = Field(8090, ge=0, le=65535, description="Port the proxy listens on; 0 = a free one.")
+    upstream_url: str = Field("http://127.0.0.1:8080", description="The llama-server.")
+    upstream_api_key: SecretStr | None = Field(
+        None, description="Key sent upstream; a client's own key is never forwarded."
+    )
+    api_key: Annotated[tuple[SecretStr, ...], NoDecode] = Field(
+        (), description="Data-plane keys, comma-separated; none = open."
+    )
+    admin_key: SecretStr | None = Field(
+        None,
+        description="Control-plane key. None: data-plane keys may manage pools, and without any key the control "
+        "plane answers only loopback peers.",
+    )
+    mode: Literal["auto", "explicit"] = Field(
+        "auto",
+        description="auto: sessions keep their slot and requests attach to what matches. explicit: only requests that "
+        "carry a field are touched, everything else is relayed byte for byte.",
+    )
+    state: str | None = Field(
+        None,
+        description="SQLite journal of pools; none = ~/.local/state/polykv/<upstream>.db; ':memory:' = keep nothing.",
+    )
+    grace_ttl_s: float = Field(
+        300, ge=0, description="Seconds a pool nobody uses stays resident after its last descendant or session left."
+    )
+    warm_after_s: float = Field(
+        20, ge=0, description="Seconds after which idle unpinned pools leave the cache for host memory; 0 = never."
+    )
+    warm_ram_bytes: int = Field(2 << 30, ge=0, description="Budget in bytes of saved state in the engine's memory.")
+    warm_disk_bytes: int = Field(0, ge=0, description="Budget in bytes of saved state on disk.")
+    session_gap_s: float = Field(60, ge=0, description="Seconds for which a session counts as live after a turn ended.")
+    session_idle_s: float = Field(900, gt=0, description="Seconds after which an idle session's books are closed.")
+    auto_pool_min_tokens: int = Field(
+        256, ge=0, description="In auto mode, shared prefixes of so many tokens become automatic pools; 0 = off."
+    )
+    tps_window_tokens: int = Field(
+        128, ge=1, description="EWMA window of tokens per second, in tokens (or tps_window_ms, whichever is first)."
+    )
+    tps_window_ms: int = Field(2000, ge=1, description="EWMA window of tokens per second, in milliseconds.")
+    pin_max_fraction: float = Field(0.5, ge=0, le=1, description="Pinned cells at most this share of the cache.")
+    default_target_tps: float | None = Field(
+        None, gt=0, description="Floor in tokens per second per session of pools without a policy; none = no gate."
+    )
+    default_mode: Literal["advisory", "enforced"] | None = Field(
+        None, description="Admission mode of pools without a policy of their own."
+    )
+    rewrite_tool_choice: bool = Field(True, description="A named tool_choice reaches the engine as 'required'.")
+    max_body_bytes: int = Field(
+        32 << 20, ge=1024, description="Larger bodies in bytes on the routes that are parsed get 413."
+    )
+
+    @field_validator("api_key", mode="before")
+    @classmethod
+    def _split_keys(cls, value: Any) -> Any:
+        """Keys come as one comma-separated string (environment, flag) or as a list (TOML)."""
+        if isinstance(value, SecretStr):
+            value = value.get_secret_value()
+        if value is None:
+            return ()
+        if isinstance(value, str):
+            return tuple(part.strip() for part in value.split(",") if part.strip())
+        return value
+
+    @field_validator("upstream_api_key", "admin_key", "state", "default_target_tps", "default_mode", mode="before")
+    @classmethod
+    def _empty_is_none(cls, value: Any) -> Any:
+        """An empty environment variable means that nothing was set."""
+        return None if isinstance(value, str) and not value.strip() else value
+
+    @field_validator("upstream_url")
+    @classmethod
+    def _check_url(cls, value: str) -> str:
+        parts = urlsplit(value)
+        try:
+            port_ok = parts.port is None or parts.port > 0
+        except ValueError:
+            port_ok = False
+        if parts.scheme not in ("http", "https") or not parts.hostname or not port_ok or parts.query or parts.fragment:
+            raise ValueError("must be like http://127.0.0.1:8080")
+        return value.rstrip("/")
+
+    @property
+    def data_keys(self) -> tuple[str, ...]:
+        return tuple(k.get_secret_value() for k in self.api_key)
+
+    @property
+    def state_path(self) -> str:
+        """Where the journal lives, with the default filled in; ``:memory:`` stays."""
+        if self.state is not None:
+            return self.state if self.state == MEMORY_STATE else str(Path(self.state).expanduser())
+        parts = urlsplit(self.upstream_url)
+        name = f"{parts.hostname}_{parts.port or {'http': 80, 'https': 443}[parts.scheme]}"
+        return str(Path.home() / ".local" / "state" / "polykv" / f"{name.replace(':', '_')}.db")
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Flags first, then the environment, then the file (which travels in the init values, see load_settings)."""
+        given = dict(init_settings())
+        from_file: Mapping[str, Any] = given.pop(_FILE, {})
+        return (
+            InitSettingsSource(settings_cls, given),
+            env_settings,
+            InitSettingsSource(settings_cls, dict(from_file)),
+        )
+
+
+_FILE = "_polykv_file"
+
+
+def load_settings(config_file: Path | str | None = None, **overrides: Any) -> Settings:
+    """Read all sources in their order. An override of None counts as not given.
+
+    Raises:  ConfigError
+    """
+    from_file = _read_file(Path(config_file)) if config_file is not None else {}
+    flags = {k: v for k, v in overrides.items() if v is not None}
+    values: dict[str, Any] = flags | {_FILE: from_file}
+    try:
+        return Settings(**values)
+    except ValidationError as e:
+        raise ConfigError(_one_line(e, flags, from_file)) from e
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as e:
+        raise ConfigError(f"{path}: {e.strerror or e}") from e
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
+        raise ConfigError(f"{path}: not TOML: {e}") from e
+
+
+def _one_line(error: ValidationError, flags: Mapping[str, Any], from_file: Mapping[str, Any]) -> str:
+    parts = []
+    for item in error.errors(include_url=False, include_context=False):
+        name = str(item["loc"][0]) if item["loc"] else "settings"
+        if name in flags:
+            where = f"--{name.replace('_', '-')}"
+        elif name in from_file:
+            where = f"{name} (config file)"
+        else:
+            where = ENV_PREFIX + name.upper()
+        message = item["msg"].removeprefix("Value error, ")
+        if item["type"] == "extra_forbidden":
+            message = "no such setting"
+        shown = "" if "key" in name or item["type"] == "extra_forbidden" else f" (got {item['input']!r})"
+        parts.append(f"{where}: {message}{shown}")
+    return "; ".join(parts)

@@ -1,0 +1,92 @@
+"""Where a setting comes from, and what a wrong one is told."""
+
+import os
+
+import pytest
+
+from polykv_proxy.config import ConfigError, Settings, load_settings
+
+DOCUMENTED = """HOST PORT UPSTREAM_URL UPSTREAM_API_KEY API_KEY ADMIN_KEY MODE STATE GRACE_TTL_S WARM_AFTER_S WARM_RAM_BYTES
+WARM_DISK_BYTES SESSION_GAP_S SESSION_IDLE_S AUTO_POOL_MIN_TOKENS TPS_WINDOW_TOKENS TPS_WINDOW_MS PIN_MAX_FRACTION
+DEFAULT_TARGET_TPS DEFAULT_MODE REWRITE_TOOL_CHOICE MAX_BODY_BYTES""".split()
+
+
+@pytest.fixture(autouse=True)
+def no_environment(monkeypatch):
+    for name in list(os.environ):
+        if name.startswith("POLYKV_"):
+            monkeypatch.delenv(name)
+
+
+def test_every_documented_setting_exists_with_a_sentence_about_it():
+    assert {n.lower() for n in DOCUMENTED} == set(Settings.model_fields)
+    assert all(f.description and f.description.endswith(".") for f in Settings.model_fields.values())
+
+
+def test_flag_beats_environment_beats_file_beats_default(tmp_path, monkeypatch):
+    file = tmp_path / "polykv.toml"
+    file.write_text('port = 1\nmode = "explicit"\nhost = "0.0.0.0"\n')
+    monkeypatch.setenv("POLYKV_PORT", "2")
+    monkeypatch.setenv("POLYKV_MODE", "auto")
+    s = load_settings(file, port=3)
+    assert (s.port, s.mode, s.host, s.max_body_bytes) == (3, "auto", "0.0.0.0", 33554432)
+    assert load_settings(file, port=None).port == 2
+
+
+def test_keys_come_as_a_list_or_separated_by_commas(tmp_path, monkeypatch):
+    file = tmp_path / "polykv.toml"
+    file.write_text('api_key = ["a", "b"]\n')
+    assert load_settings(file).data_keys == ("a", "b")
+    monkeypatch.setenv("POLYKV_API_KEY", "x, y,")
+    assert load_settings(file).data_keys == ("x", "y")
+    assert "x" not in repr(load_settings(file).api_key)
+
+
+def test_empty_environment_variable_means_not_set(monkeypatch):
+    for name in ("ADMIN_KEY", "DEFAULT_TARGET_TPS", "STATE", "API_KEY"):
+        monkeypatch.setenv(f"POLYKV_{name}", "")
+    s = load_settings()
+    assert (s.admin_key, s.default_target_tps, s.state, s.data_keys) == (None, None, None, ())
+
+
+def test_state_path_is_named_after_the_upstream():
+    assert load_settings(upstream_url="http://[::1]:81/").state_path.endswith("/polykv/__1_81.db")
+    assert load_settings(state=":memory:").state_path == ":memory:"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"port": "x"}, "--port: "),
+        ({"mode": "z"}, "--mode: Input should be 'auto' or 'explicit' (got 'z')"),
+        ({"upstream_url": "localhost:8080"}, "--upstream-url: must be like http://127.0.0.1:8080"),
+        ({"upstream_url": "http://x:99999"}, "--upstream-url: must be like"),
+        ({"no_such": 1}, "--no-such: no such setting"),
+    ],
+)
+def test_wrong_flag_is_one_line_that_names_it(given, said):
+    with pytest.raises(ConfigError) as e:
+        load_settings(**given)
+    assert str(e.value).startswith(said)
+    assert "\n" not in str(e.value)
+
+
+def test_wrong_environment_and_file_are_named_as_written(tmp_path, monkeypatch):
+    file = tmp_path / "polykv.toml"
+    file.write_text("prot = 1")
+    with pytest.raises(ConfigError, match=r"^prot \(config file\): no such setting$"):
+        load_settings(file)
+    file.write_text("port = ")
+    with pytest.raises(ConfigError, match="not TOML"):
+        load_settings(file)
+    with pytest.raises(ConfigError, match="No such file"):
+        load_settings(tmp_path / "none.toml")
+    monkeypatch.setenv("POLYKV_GRACE_TTL_S", "soon")
+    with pytest.raises(ConfigError, match="^POLYKV_GRACE_TTL_S: "):
+        load_settings()
+
+
+def test_a_wrong_key_is_not_repeated():
+    with pytest.raises(ConfigError) as e:
+        load_settings(api_key=["s3cret", {}])
+    assert "s3cret" not in str(e.value)
