@@ -1,0 +1,344 @@
+"""``PoolTree``: every pool there is, by id, name, parent and tokens.
+
+The tree is the truth about pools; the engine only holds some of them for a while. A change that needs the engine is
+planned here without changing anything, performed elsewhere, then committed or dropped.
+
+Rules it keeps:
+    1. A pool's tokens never change. [0, D) are its parent's, token for token; it owns at least one more.
+    2. Ids start at 1, are never reused (also not those of dropped plans); names are unique, plans' names included.
+    3. A parent outlives its children and the plans of children.
+    4. The index holds exactly the pools of the tree, in the order of their residency.
+"""
+
+from array import array
+from collections.abc import Iterator
+
+from polykv_proxy.errors import (
+    InvariantError,
+    NameTaken,
+    PoolHasChildren,
+    PoolInUse,
+    PoolNotFound,
+    PrefixMismatch,
+    RequestError,
+)
+from polykv_proxy.ids import ROOT, PoolId, SeqId
+from polykv_proxy.tree.index import Key, PrefixIndex
+from polykv_proxy.tree.pool import RESIDENCIES, Match, Pool, PoolPlan, Residency, check_name
+from polykv_proxy.tree.prefix import Tokens, cumulative_hashes, lcp_tokens, make_tokens
+
+_RANK: dict[Residency, int] = {"resident": 0, "materializing": 1, "warm": 2, "cold": 3}
+
+
+class PoolTree:
+    """All pools. Iterates in the order of ids."""
+
+    def __init__(self, *, next_id: int = 1) -> None:
+        self._next_id = next_id
+        self._pools: dict[PoolId, Pool] = {}
+        self._children: dict[PoolId, dict[PoolId, None]] = {ROOT: {}}
+        self._names: dict[str, PoolId] = {}
+        self._plans: dict[PoolId, PoolPlan] = {}
+        self._n_plans_of: dict[PoolId, int] = {}
+        self._index = PrefixIndex()
+
+    def __len__(self) -> int:
+        return len(self._pools)
+
+    def __iter__(self) -> Iterator[Pool]:
+        return iter(self._pools.values())
+
+    def __contains__(self, pool_id: object) -> bool:
+        return pool_id in self._pools
+
+    # Plan, commit, drop ---------------------------------------------------------------------------------------------
+
+    def plan_root(self, tokens: Tokens, *, name: str | None = None) -> PoolPlan:
+        """Plan a pool without a parent.
+
+        Raises:  RequestError (400), NameTaken (409)
+        """
+        return self._reserve(ROOT, 0, make_tokens(tokens), name)
+
+    def plan_fork(
+        self, parent: PoolId, tokens: Tokens, *, branch_pos: int | None = None, name: str | None = None
+    ) -> PoolPlan:
+        """Plan a child from its FULL prefix [0, L). Without ``branch_pos`` it branches where it diverges.
+
+        A smaller ``branch_pos`` than the divergence is kept: the child then owns tokens that the parent has too.
+
+        Raises:  PrefixMismatch (409) when tokens[:branch_pos] are not the parent's, or nothing is shared at all;
+                 RequestError (400) when the child would own nothing; NameTaken (409); PoolNotFound (404)
+        """
+        pool = self.get(parent)
+        tokens = make_tokens(tokens)
+        divergence = self.lcp(parent, tokens)
+        if divergence == 0:
+            raise PrefixMismatch(
+                f"no common prefix with pool {pool.label}: create a root pool instead", divergence_pos=0, param="tokens"
+            )
+        if branch_pos is None:
+            if divergence == len(tokens):
+                raise RequestError(
+                    f"all {len(tokens)} tokens are a prefix of pool {pool.label}, the fork would own nothing: "
+                    "attach to that pool instead",
+                    param="tokens",
+                )
+            branch_pos = divergence
+        _check_branch_pos(branch_pos, pool, len(tokens))
+        if branch_pos > divergence:
+            raise PrefixMismatch(
+                f"the tokens differ from pool {pool.label} at position {divergence}, before branch_pos {branch_pos}",
+                divergence_pos=divergence,
+                param="branch_pos",
+            )
+        return self._reserve(parent, branch_pos, tokens, name)
+
+    def plan_fork_own(
+        self, parent: PoolId, own_tokens: Tokens, *, branch_pos: int | None = None, name: str | None = None
+    ) -> PoolPlan:
+        """Plan a child from its OWN tokens [D, L) behind the parent's [0, D). Without ``branch_pos`` it extends.
+
+        Raises:  RequestError (400), NameTaken (409), PoolNotFound (404)
+        """
+        pool = self.get(parent)
+        own_tokens = make_tokens(own_tokens, param="own_tokens")
+        if branch_pos is None:
+            branch_pos = pool.prefix_len
+        _check_branch_pos(branch_pos, pool, branch_pos + len(own_tokens))
+        return self._reserve(parent, branch_pos, self.tokens(parent)[:branch_pos] + own_tokens, name)
+
+    def commit(
+        self,
+        plan: PoolPlan,
+        *,
+        now_s: float,
+        branch_pos: int | None = None,
+        pin: bool = False,
+        ttl_s: float | None = None,
+        auto: bool = False,
+    ) -> Pool:
+        """Put a planned pool into the tree (cold). ``branch_pos``: where the engine really branched, never later.
+
+        Units:   now_s, ttl_s seconds
+        """
+        real = plan.branch_pos if branch_pos is None else branch_pos
+        if not 0 <= real <= plan.branch_pos:
+            raise InvariantError(f"the engine branched at {real}, after the planned {plan.branch_pos}")
+        self._settle(plan)
+        own = plan.tokens[real:]
+        pool = Pool(
+            pool_id=plan.pool_id,
+            parent=plan.parent,
+            branch_pos=real,
+            prefix_len=plan.prefix_len,
+            own=own,
+            own_hashes=cumulative_hashes(own, plan.tokens[:real]),
+            depth=0 if plan.parent == ROOT else self._pools[plan.parent].depth + 1,
+            name=plan.name,
+            pin=pin,
+            ttl_s=ttl_s,
+            auto=auto,
+            created_s=now_s,
+            last_access_s=now_s,
+        )
+        self._pools[pool.pool_id] = pool
+        self._children[pool.pool_id] = {}
+        self._children[pool.parent][pool.pool_id] = None
+        parent = None if pool.is_root else pool.parent
+        self._index.insert(_key(pool), own.tobytes(), parent=parent, branch_pos=real)
+        return pool
+
+    def drop(self, plan: PoolPlan) -> None:
+        """Give up a plan: its name is free again, its parent may go."""
+        self._settle(plan)
+        if plan.name is not None:
+            del self._names[plan.name]
+
+    # Look up --------------------------------------------------------------------------------------------------------
+
+    def find(self, ref: int | str) -> Pool | None:
+        """Give the pool of an id, of an id's digits, or of a name."""
+        if isinstance(ref, str):
+            if ref.isascii() and ref.isdigit():
+                return self._pools.get(PoolId(int(ref))) if len(ref) < 20 else None
+            return self._pools.get(self._names.get(ref, ROOT))
+        return self._pools.get(PoolId(ref))
+
+    def get(self, ref: int | str) -> Pool:
+        """Give the pool of an id or a name.
+
+        Raises:  PoolNotFound (404)
+        """
+        pool = self.find(ref)
+        if pool is None:
+            raise PoolNotFound(f"no pool {str(ref)[:64]!r}" if isinstance(ref, str) else f"no pool {ref}")
+        return pool
+
+    def children(self, pool_id: PoolId) -> list[Pool]:
+        return [self._pools[child] for child in self._children[pool_id]]
+
+    def roots(self) -> list[Pool]:
+        return self.children(ROOT)
+
+    def ancestors(self, pool_id: PoolId) -> list[Pool]:
+        """Give the pools above this one, nearest first."""
+        above = []
+        pool = self._pools[pool_id]
+        while not pool.is_root:
+            pool = self._pools[pool.parent]
+            above.append(pool)
+        return above
+
+    def subtree(self, pool_id: PoolId) -> list[Pool]:
+        """Give this pool and everything below it, parents before children."""
+        order = [self._pools[pool_id]]
+        for pool in order:
+            order.extend(self.children(pool.pool_id))
+        return order
+
+    def depth(self) -> int:
+        """Count the levels of the tree: 0 without pools, 1 with roots only."""
+        return 1 + max((pool.depth for pool in self), default=-1)
+
+    # Tokens ---------------------------------------------------------------------------------------------------------
+
+    def tokens(self, pool_id: PoolId) -> Tokens:
+        """Give the full prefix [0, L), put together from the ranges of the ancestors."""
+        full = array("i")
+        for pool, end in self._ranges(pool_id, self._pools[pool_id].prefix_len):
+            full += pool.own[: end - pool.branch_pos]
+        return full
+
+    def hash_at(self, pool_id: PoolId, n_tokens: int) -> int:
+        """Give the hash of the first ``n_tokens`` tokens without touching a token."""
+        if not 0 < n_tokens <= self._pools[pool_id].prefix_len:
+            raise InvariantError(f"position {n_tokens} is outside pool {pool_id}")
+        pool = self._pools[pool_id]
+        while n_tokens <= pool.branch_pos:
+            pool = self._pools[pool.parent]
+        return pool.own_hashes[n_tokens - pool.branch_pos - 1]
+
+    def lcp(self, pool_id: PoolId, tokens: Tokens) -> int:
+        """Count how many leading tokens a prompt shares with a pool. Token-exact."""
+        n = 0
+        for pool, end in self._ranges(pool_id, self._pools[pool_id].prefix_len):
+            want = end - pool.branch_pos
+            got = lcp_tokens(pool.own, tokens, b_from=pool.branch_pos, n_max=want)
+            n += got
+            if got < want:
+                break
+        return n
+
+    def match(self, tokens: Tokens) -> Match | None:
+        """Find the pool that a prompt shares the longest prefix with. None when not even the first token fits.
+
+        The contract, for the longest common prefix P over all pools; among the pools that share P tokens:
+            1. a pool that the prompt contains entirely (L == P) beats one that it leaves midway;
+            2. then the cheapest to have: resident, materializing, warm, cold;
+            3. then the one nearest to its root: of a pool and its heirs that is the one owning token P - 1, so that
+               nobody is held resident for tokens he only inherited;
+            4. then the lowest id.
+        Costs O(len(tokens)), whatever the number of pools.
+        """
+        found = self._index.longest(tokens.tobytes())
+        return None if found is None else Match(found.pool_id, found.n_tokens, found.whole)
+
+    def holder(self, pool_id: PoolId, n_tokens: int | None = None) -> Pool | None:
+        """Give a resident pool whose sequence holds the first ``n_tokens`` tokens of this one (default: all).
+
+        The pool itself if it is resident, else a descendant, or any other pool that starts with the same tokens.
+        """
+        pool = self._pools[pool_id]
+        if pool.residency == "resident":
+            return pool
+        best = self._index.best_through(pool_id, pool.prefix_len if n_tokens is None else n_tokens)
+        return self._pools[best.pool_id] if best.rank == _RANK["resident"] else None
+
+    # Change ---------------------------------------------------------------------------------------------------------
+
+    def set_residency(
+        self, pool_id: PoolId, residency: Residency, *, seq_id: SeqId | None = None, gen: int | None = None
+    ) -> None:
+        """Record where a pool's cells are. Only a resident pool has a sequence."""
+        if residency not in RESIDENCIES:
+            raise InvariantError(f"unknown residency {residency!r}")
+        if (residency == "resident") != (seq_id is not None):
+            raise InvariantError(f"a {residency} pool with sequence {seq_id}")
+        pool = self._pools[pool_id]
+        pool._residency, pool.seq_id, pool.gen = residency, seq_id, gen
+        self._index.rekey(_key(pool))
+
+    def release(self, pool_id: PoolId, *, recursive: bool = False) -> list[Pool]:
+        """Take a pool off the tree at once, with ``recursive`` everything below it too. Gives them, leaves first.
+
+        Raises:  PoolNotFound (404), PoolHasChildren (409), PoolInUse (409) while a fork below it is being made
+        """
+        top = self.get(pool_id)
+        if not recursive:
+            n_children = len(self._children[pool_id]) + self._n_plans_of.get(pool_id, 0)
+            if n_children:
+                raise PoolHasChildren(f"pool {top.label} has {n_children} children", n_children=n_children)
+        released = self.subtree(pool_id)[::-1]
+        if any(pool.pool_id in self._n_plans_of for pool in released):
+            raise PoolInUse(f"a fork below pool {top.label} is being made")
+        for pool in released:
+            self._index.remove(pool.pool_id)
+            del self._pools[pool.pool_id], self._children[pool.pool_id], self._children[pool.parent][pool.pool_id]
+            if pool.name is not None:
+                del self._names[pool.name]
+        return released
+
+    # Inside ---------------------------------------------------------------------------------------------------------
+
+    def _ranges(self, pool_id: PoolId, end: int) -> list[tuple[Pool, int]]:
+        """Split [0, end) of a pool into who owns what: (owner, end of his part), from position 0."""
+        parts = []
+        pool = self._pools[pool_id]
+        while True:
+            if pool.branch_pos < end:
+                parts.append((pool, end))
+                end = pool.branch_pos
+            if end == 0:
+                return parts[::-1]
+            pool = self._pools[pool.parent]
+
+    def _reserve(self, parent: PoolId, branch_pos: int, tokens: Tokens, name: str | None) -> PoolPlan:
+        if name is not None:
+            check_name(name)
+            if name in self._names:
+                raise NameTaken(f"a pool is named {name!r} already", param="name")
+        plan = PoolPlan(PoolId(self._next_id), parent, branch_pos, tokens, name)
+        self._next_id += 1
+        self._plans[plan.pool_id] = plan
+        if name is not None:
+            self._names[name] = plan.pool_id
+        if parent != ROOT:
+            self._n_plans_of[parent] = self._n_plans_of.get(parent, 0) + 1
+        return plan
+
+    def _settle(self, plan: PoolPlan) -> None:
+        """End a plan, once."""
+        if self._plans.pop(plan.pool_id, None) is not plan:
+            raise InvariantError(f"plan of pool {plan.pool_id} was committed or dropped before")
+        if plan.parent != ROOT:
+            self._n_plans_of[plan.parent] -= 1
+            if not self._n_plans_of[plan.parent]:
+                del self._n_plans_of[plan.parent]
+
+
+def _key(pool: Pool) -> Key:
+    return Key(_RANK[pool.residency], pool.depth, pool.pool_id)
+
+
+def _check_branch_pos(branch_pos: int, parent: Pool, prefix_len: int) -> None:
+    if not 0 < branch_pos <= parent.prefix_len:
+        raise RequestError(
+            f"branch_pos {branch_pos} is outside 1 .. {parent.prefix_len}, the prefix of pool {parent.label}",
+            param="branch_pos",
+        )
+    if branch_pos >= prefix_len:
+        raise RequestError(
+            f"branch_pos {branch_pos} leaves the fork no token of its own: its prefix has {prefix_len}",
+            param="branch_pos",
+        )
