@@ -15,6 +15,7 @@ _SETTINGS = (
     "core.hooksPath=/dev/null",
     "commit.gpgSign=false",
     "gc.auto=0",
+    "safe.directory=*",
     "init.defaultBranch=main",
     "advice.detachedHead=false",
 )
