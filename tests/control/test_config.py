@@ -6,9 +6,11 @@ import pytest
 
 from polykv_proxy.config import ConfigError, Settings, load_settings
 
-DOCUMENTED = """HOST PORT UPSTREAM_URL UPSTREAM_API_KEY API_KEY ADMIN_KEY MODE STATE GRACE_TTL_S WARM_AFTER_S WARM_RAM_BYTES
-WARM_DISK_BYTES SESSION_GAP_S SESSION_IDLE_S AUTO_POOL_MIN_TOKENS TPS_WINDOW_TOKENS TPS_WINDOW_MS PIN_MAX_FRACTION
-DEFAULT_TARGET_TPS DEFAULT_MODE REWRITE_TOOL_CHOICE MAX_BODY_BYTES""".split()
+DOCUMENTED = (
+    "HOST PORT UPSTREAM_URL UPSTREAM_API_KEY API_KEY ADMIN_KEY MODE STATE GRACE_TTL_S WARM_AFTER_S WARM_RAM_BYTES "
+    "WARM_DISK_BYTES SESSION_GAP_S SESSION_IDLE_S AUTO_POOL_MIN_TOKENS TPS_WINDOW_TOKENS TPS_WINDOW_MS "
+    "PIN_MAX_FRACTION DEFAULT_TARGET_TPS DEFAULT_MODE REWRITE_TOOL_CHOICE MAX_BODY_BYTES"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -19,7 +21,7 @@ def no_environment(monkeypatch):
 
 
 def test_every_documented_setting_exists_with_a_sentence_about_it():
-    assert {n.lower() for n in DOCUMENTED} == set(Settings.model_fields)
+    assert {n.lower() for n in DOCUMENTED.split(" ")} == set(Settings.model_fields)
     assert all(f.description and f.description.endswith(".") for f in Settings.model_fields.values())
 
 
@@ -82,7 +84,7 @@ def test_wrong_environment_and_file_are_named_as_written(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="No such file"):
         load_settings(tmp_path / "none.toml")
     monkeypatch.setenv("POLYKV_GRACE_TTL_S", "soon")
-    with pytest.raises(ConfigError, match="^POLYKV_GRACE_TTL_S: "):
+    with pytest.raises(ConfigError, match=r"^POLYKV_GRACE_TTL_S: "):
         load_settings()
 
 

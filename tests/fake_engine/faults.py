@@ -31,6 +31,15 @@ class Received:
     at_s: float = field(default_factory=time.monotonic)
     done: bool = False
     left: bool = False
+    _ended: asyncio.Event = field(default_factory=asyncio.Event, repr=False)
+
+    def end(self, *, left: bool) -> None:
+        self.left, self.done = left, not left
+        self._ended.set()
+
+    async def ended(self, timeout_s: float = 5) -> None:
+        """Wait until the reply went out or the client left."""
+        await asyncio.wait_for(self._ended.wait(), timeout_s)
 
     @property
     def headers(self) -> dict[str, str]:

@@ -166,25 +166,29 @@ class FakeEngine:
         self.received.append(received)
         try:
             received.body = await request.read()
-            if self.loading:
-                return error(503, "Loading model", "unavailable_error")
-            public = request.path in ("/health", "/v1/health", "/models", "/v1/models")
-            if self.api_key and not public and received.headers.get("authorization") != f"Bearer {self.api_key}":
-                return error(401, "Invalid API Key", "authentication_error")
-            early = await self.faults.at(request.path, "request", request)
-            if early is not None:
-                return early
-            try:
-                answer: web.StreamResponse = await handler(request)
-            except web.HTTPNotFound:
-                return error(404, "File Not Found", "not_found_error")
-            except Refused as e:
-                return error(400, str(e), "invalid_request_error")
-            received.done = True
-            return answer
+            answer = await self._answer(request, handler)
         except (asyncio.CancelledError, ConnectionError):
-            received.left = not received.done
+            received.end(left=True)
             raise
+        received.end(left=False)
+        return answer
+
+    async def _answer(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        if self.loading:
+            return error(503, "Loading model", "unavailable_error")
+        public = request.path in ("/health", "/v1/health", "/models", "/v1/models")
+        if self.api_key and not public and request.headers.get("authorization") != f"Bearer {self.api_key}":
+            return error(401, "Invalid API Key", "authentication_error")
+        early = await self.faults.at(request.path, "request", request)
+        if early is not None:
+            return early
+        try:
+            answer: web.StreamResponse = await handler(request)
+        except web.HTTPNotFound:
+            return error(404, "File Not Found", "not_found_error")
+        except Refused as e:
+            return error(400, str(e), "invalid_request_error")
+        return answer
 
     async def _props(self, request: web.Request) -> web.Response:
         settings = {"n_ctx": self.n_ctx_slot}

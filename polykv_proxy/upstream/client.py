@@ -1,0 +1,279 @@
+"""``EngineClient``: the one way to llama-server.
+
+Rules it keeps:
+    a POST is never sent twice, except once when connecting itself failed;
+    reads that change nothing (stats, list, render, props, health) are tried up to three times;
+    redirects are not followed, bodies are not decompressed, and no reply is held back;
+    there is no total timeout on a relayed request: a generation may take hours. Whoever asked may close it.
+
+An idle connection is only used again within 2 s: llama-server closes it after 5, and a POST on a connection that is
+just being closed could neither be repeated nor honestly be called failed.
+"""
+
+import asyncio
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable
+from typing import Any, Self, TypeVar
+
+import aiohttp
+import orjson
+from pydantic import BaseModel, ValidationError
+from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_exponential
+from yarl import URL
+
+from polykv_proxy.errors import UpstreamError, UpstreamUnavailable
+from polykv_proxy.upstream.errors import FOREIGN, ConnectFailed, map_client_error, map_hook_answer
+from polykv_proxy.upstream.headers import forwardable, returnable
+from polykv_proxy.upstream.wire import Freed, Materialized, PoolList, Rendered, Stats, Tokens
+
+HOOKS = "/polykv/engine"
+KEEPALIVE_S = 2.0
+CONNECT_S = 5.0
+READ_S = 5.0
+RENDER_S = 30.0
+MUTATE_S = 120.0
+
+Body = bytes | AsyncIterable[bytes] | None
+Answer = TypeVar("Answer", bound=BaseModel)
+
+
+class UpstreamResponse:
+    """A reply of which only the head was read. Read it to the end, or ``close`` it: the engine then stops working."""
+
+    def __init__(self, response: aiohttp.ClientResponse, what: str):
+        self._response = response
+        self._what = what
+        self.status = response.status
+        self.reason = response.reason or ""
+        self.headers = [(k.decode("latin-1"), v.decode("latin-1")) for k, v in response.raw_headers]
+
+    @property
+    def content_type(self) -> str:
+        return self._response.content_type
+
+    @property
+    def content_length(self) -> int | None:
+        return self._response.content_length
+
+    def returnable_headers(self) -> list[tuple[str, str]]:
+        return returnable(self.headers)
+
+    async def iter_any(self) -> AsyncIterator[bytes]:
+        """Give the body in the pieces in which it comes.
+
+        Raises:  UpstreamUnavailable when it breaks off
+        """
+        try:
+            async for chunk in self._response.content.iter_any():
+                yield chunk
+        except FOREIGN as e:
+            raise map_client_error(e, self._what) from e
+
+    async def read(self) -> bytes:
+        """Give the whole body."""
+        try:
+            return await self._response.read()
+        except FOREIGN as e:
+            raise map_client_error(e, self._what) from e
+
+    def close(self) -> None:
+        """Close the connection at once, unless everything was read."""
+        self._response.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
+
+
+class EngineClient:
+    """One engine, one connection pool. ``close`` it."""
+
+    def __init__(self, base_url: str, api_key: str | None = None):
+        self.base_url = base_url.rstrip("/")
+        self._api_key = api_key
+        self._session: aiohttp.ClientSession | None = None
+
+    async def close(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+    def _opened(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S, use_dns_cache=True),
+                auto_decompress=False,
+                cookie_jar=aiohttp.DummyCookieJar(),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, connect=None, sock_read=None),
+                skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
+                trust_env=False,
+                max_line_size=65536,
+                max_field_size=65536,
+                read_bufsize=1 << 20,
+            )
+        return self._session
+
+    # The relay -----------------------------------------------------------------------------------------------------
+
+    async def open(
+        self, method: str, path_qs: str, headers: Iterable[tuple[str, str]] = (), body: Body = None
+    ) -> UpstreamResponse:
+        """Send a request as it is and give its reply as soon as the head is there.
+
+        Headers of one hop and the client's key are dropped here, the upstream key is added. ``path_qs`` goes out
+        unchanged.
+
+        Raises:  UpstreamUnavailable (503), UpstreamTimeout (504), UpstreamError (502)
+        """
+        what = f"{method} {path_qs.partition('?')[0]}"
+        sent = forwardable(headers)
+        if self._api_key is not None:
+            sent.append(("Authorization", f"Bearer {self._api_key}"))
+        try:
+            return await self._request(method, path_qs, sent, body, what)
+        except ConnectFailed:
+            if body is not None and not isinstance(body, bytes):
+                raise  # a stream that may have been touched
+        await asyncio.sleep(0.05)
+        return await self._request(method, path_qs, sent, body, what)
+
+    async def _request(
+        self, method: str, path_qs: str, headers: list[tuple[str, str]], body: Body, what: str
+    ) -> UpstreamResponse:
+        try:
+            response = await self._opened().request(
+                method, URL(self.base_url + path_qs, encoded=True), headers=headers, data=body, allow_redirects=False
+            )
+        except FOREIGN as e:
+            raise map_client_error(e, what) from e
+        return UpstreamResponse(response, what)
+
+    # Reads that change nothing -------------------------------------------------------------------------------------
+
+    async def stats(self) -> Stats:
+        return await self._read(lambda: self._hook("GET", "/stats", None, "stats", READ_S), Stats)
+
+    async def list_pools(self) -> PoolList:
+        return await self._read(lambda: self._hook("GET", "/pools", None, "list", READ_S), PoolList)
+
+    async def render(self, path: str, body: dict[str, Any]) -> Rendered:
+        """Tokenize a body exactly as the route ``path`` would.
+
+        Raises:  RequestError (400) when the route would refuse it
+        """
+        asked = orjson.dumps({"path": path, "body": body}, option=orjson.OPT_NON_STR_KEYS)
+        answer = await _retry(lambda: self._hook("POST", "/render", asked, "render", RENDER_S))
+        try:
+            return Rendered.read(answer)
+        except (KeyError, TypeError, ValueError, OverflowError) as e:
+            raise UpstreamError(f"render: the engine's answer cannot be read ({e})") from e
+
+    async def props(self) -> dict[str, Any]:
+        """llama-server's own ``/props``."""
+        return await _retry(lambda: self._json("GET", "/props", None, "props", READ_S))
+
+    async def health(self) -> None:
+        """Return when the engine serves.
+
+        Raises:  UpstreamLoading (503), UpstreamUnavailable (503)
+        """
+        await self._json("GET", "/health", None, "health", READ_S)
+
+    # Changes: once, never again ------------------------------------------------------------------------------------
+
+    async def materialize(
+        self, tokens: Tokens, *, tag: str, parent_seq: int = -1, branch_pos: int = 0, seq: int = -1
+    ) -> Materialized:
+        """Prefill ``[branch_pos, L)`` behind the parent's cells into a pool sequence. Takes as long as it takes.
+
+        When the connection breaks the engine may still go on: list and look for the tag.
+
+        Raises:  SequenceGone, PrefixMismatch, SeqIdsExhausted, KvExhausted, SharingUnsupported, RequestError
+        """
+        op = {
+            "op": "materialize",
+            "tokens": tokens.tolist(),
+            "tag": tag,
+            "parent_seq": parent_seq,
+            "branch_pos": branch_pos,
+            "seq": seq,
+        }
+        return _parse(Materialized, await self._hook("POST", "/pools", orjson.dumps(op), "materialize", None), op["op"])
+
+    async def snapshot(
+        self, id_slot: int, *, tag: str, n_tokens: int = -1, seq: int = -1, want_tokens: bool = False
+    ) -> Materialized:
+        """Share the first ``n_tokens`` cells of a slot (-1 = all), also while it decodes.
+
+        Raises:  SessionNotResident when the slot has fewer, SeqIdsExhausted
+        """
+        op: dict[str, Any] = {"op": "snapshot", "id_slot": id_slot, "n_tokens": n_tokens, "tag": tag, "seq": seq}
+        if want_tokens:
+            op["want_tokens"] = True
+        return _parse(
+            Materialized, await self._hook("POST", "/pools", orjson.dumps(op), "snapshot", MUTATE_S), op["op"]
+        )
+
+    async def free(self, seq: int) -> Freed:
+        """Give a pool sequence back; its cells live on while another sequence holds them.
+
+        Raises:  SequenceGone
+        """
+        return _parse(Freed, await self._hook("DELETE", f"/pools/{seq}", None, "free", MUTATE_S), "free")
+
+    # Below ---------------------------------------------------------------------------------------------------------
+
+    async def _read(self, call: Callable[[], Awaitable[dict[str, Any]]], model: type[Answer]) -> Answer:
+        return _parse(model, await _retry(call), model.__name__)
+
+    async def _hook(
+        self, method: str, path: str, body: bytes | None, op: str, timeout_s: float | None
+    ) -> dict[str, Any]:
+        return await self._json(method, HOOKS + path, body, op, timeout_s)
+
+    async def _json(
+        self, method: str, path: str, body: bytes | None, op: str, timeout_s: float | None
+    ) -> dict[str, Any]:
+        headers = [("Content-Type", "application/json")] if body is not None else []
+        try:
+            async with asyncio.timeout(timeout_s):
+                async with await self.open(method, path, headers, body) as response:
+                    raw = await response.read()
+        except TimeoutError as e:
+            raise map_client_error(e, op) from e
+        try:
+            answer = orjson.loads(raw) if raw else None
+        except orjson.JSONDecodeError as e:
+            if response.status == 200:
+                raise UpstreamError(f"{op}: the engine's answer is not JSON ({e})") from e
+            answer = None
+        if response.status != 200:
+            raise map_hook_answer(response.status, answer, op)
+        if not isinstance(answer, dict):
+            raise UpstreamError(f"{op}: the engine's answer is not an object")
+        return answer
+
+
+def _parse(model: type[Answer], answer: dict[str, Any], op: object) -> Answer:
+    try:
+        return model.model_validate(answer)
+    except ValidationError as e:
+        where = ", ".join(".".join(map(str, item["loc"])) for item in e.errors(include_url=False)[:3])
+        raise UpstreamError(f"{op}: the engine's answer cannot be read ({where})") from e
+
+
+Given = TypeVar("Given")
+
+
+async def _retry(call: Callable[[], Awaitable[Given]]) -> Given:
+    """Try a read up to three times while the engine is away."""
+    async for attempt in AsyncRetrying(
+        stop=stop_after_attempt(3),
+        wait=wait_exponential(multiplier=0.05, max=0.2),
+        retry=retry_if_exception_type(UpstreamUnavailable),
+        reraise=True,
+    ):
+        with attempt:
+            return await call()
+    raise AssertionError("tenacity gives a result or raises")

@@ -1,0 +1,104 @@
+"""Foreign exceptions and the hooks' error answers, mapped to our tree in this one place.
+
+What the mapping decides: is the engine away (503, try again), did it take too long (504), or did it answer something
+that is no answer (502). A test walks aiohttp's exception classes, so a new one cannot slip through unnoticed.
+"""
+
+import asyncio
+from typing import Any
+
+import aiohttp
+
+from polykv_proxy.errors import (
+    EngineRefused,
+    EngineUnpatched,
+    KvExhausted,
+    PolyKVError,
+    PrefixMismatch,
+    RequestError,
+    SeqIdsExhausted,
+    SessionNotResident,
+    SharingUnsupported,
+    UpstreamError,
+    UpstreamLoading,
+    UpstreamTimeout,
+    UpstreamUnavailable,
+)
+
+
+class SequenceGone(UpstreamError):
+    """The pool or parent that a hook named is not there any more: control materializes it again."""
+
+    status = 503
+    code = "upstream_restarted"
+    retry_after_s = 1.0
+
+
+class ConnectFailed(UpstreamUnavailable):
+    """No connection came about: the request certainly did not reach the engine."""
+
+
+# The first row that fits decides, so special ones come first.
+_TABLE: tuple[tuple[type[BaseException], type[UpstreamError], str], ...] = (
+    (aiohttp.ConnectionTimeoutError, ConnectFailed, "connecting took too long"),
+    (aiohttp.ServerTimeoutError, UpstreamTimeout, "the engine took too long"),
+    (aiohttp.ClientSSLError, UpstreamError, "TLS with the engine failed"),
+    (aiohttp.ClientConnectorError, ConnectFailed, "cannot connect to the engine"),
+    (aiohttp.ServerFingerprintMismatch, UpstreamError, "the engine shows another certificate"),
+    (aiohttp.ClientConnectionError, UpstreamUnavailable, "the engine closed the connection"),
+    (aiohttp.ClientPayloadError, UpstreamUnavailable, "the engine's reply broke off"),
+    (aiohttp.ClientResponseError, UpstreamError, "the engine's reply is not HTTP that can be read"),
+    (aiohttp.InvalidURL, UpstreamError, "the engine's address is not a URL"),
+    (aiohttp.ClientError, UpstreamError, "the engine's reply cannot be used"),
+    (asyncio.TimeoutError, UpstreamTimeout, "the engine took too long"),
+    (OSError, UpstreamUnavailable, "the engine closed the connection"),
+)
+
+FOREIGN = (aiohttp.ClientError, asyncio.TimeoutError, OSError)
+"""What ``except`` clauses around aiohttp name."""
+
+
+def map_client_error(exc: BaseException, what: str) -> UpstreamError:
+    """Turn an exception of aiohttp or the socket into ours. ``what``: the request, for the message."""
+    for foreign, ours, said in _TABLE:
+        if isinstance(exc, foreign):
+            detail = str(exc) or type(exc).__name__
+            return ours(f"{what}: {said} ({detail})")
+    return UpstreamError(f"{what}: {type(exc).__name__}: {exc}")
+
+
+def map_hook_answer(status: int, body: Any, op: str) -> PolyKVError:
+    """Turn an error answer of a hook into ours. ``op``: the hook's name."""
+    error = body.get("error") if isinstance(body, dict) else None
+    error = error if isinstance(error, dict) else {}
+    ours = error.get("type") == "polykv_error"
+    message = str(error.get("message") or f"status {status}")
+    if status == 404:
+        return EngineUnpatched(
+            "this llama-server has no PolyKV hooks: build it with `polykvctl engine build` and start it with "
+            "--polykv-max-pools N"
+        )
+    if status in (401, 403):
+        return UpstreamError(f"the engine refuses the key of POLYKV_UPSTREAM_API_KEY ({op}: {message})")
+    if status == 503 and not ours:
+        return UpstreamLoading(f"the engine is not ready: {message}")
+    if status == 400 and ours:
+        return RequestError(message)
+    if status == 409 and isinstance(error.get("divergence_pos"), int):
+        return PrefixMismatch(message, divergence_pos=error["divergence_pos"])
+    if status == 409 and op == "snapshot":
+        return SessionNotResident(message)
+    if status == 410:
+        return SequenceGone(message)
+    if status == 501:
+        return SharingUnsupported(message)
+    if status == 503:
+        return SeqIdsExhausted(
+            "all pool sequences of the engine are taken: release a pool, or start the engine with a larger "
+            "--polykv-max-pools"
+        )
+    if status == 507:
+        need, free = error.get("need"), error.get("free")
+        missing = need - free if isinstance(need, int) and isinstance(free, int) else None
+        return KvExhausted(message, cells_missing=missing)
+    return EngineRefused(f"{op}: {message}", engine_status=status)
