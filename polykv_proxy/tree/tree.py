@@ -31,7 +31,7 @@ _RANK: dict[Residency, int] = {"resident": 0, "materializing": 1, "warm": 2, "co
 
 
 class PoolTree:
-    """All pools. Iterates in the order of ids."""
+    """All pools. Iterates parents before children."""
 
     def __init__(self, *, next_id: int = 1) -> None:
         self._next_id = next_id

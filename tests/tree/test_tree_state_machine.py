@@ -3,7 +3,7 @@
 from array import array
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -201,6 +201,4 @@ class TreeAgainstModel(RuleBasedStateMachine):
 
 
 TestTreeAgainstModel = TreeAgainstModel.TestCase
-TestTreeAgainstModel.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+TestTreeAgainstModel.settings = settings(stateful_step_count=40)
