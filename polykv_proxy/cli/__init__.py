@@ -1,25 +1,71 @@
 """``polykvctl``: one module per command group, heavy imports only inside the command that needs them.
 
 Exit status of every command: 0 done, 1 an error that the server (or this machine) answered, 2 wrong usage, 3 the proxy
-cannot be reached. Errors are one line on stderr.
+cannot be reached. Errors are one line on stderr; a failed build prints the step that failed above it.
 """
+
+import sys
 
 import typer
 
-from polykv_proxy.cli import engine
+from polykv_proxy.cli import engine, model, serve, up
 
-app = typer.Typer(name="polykvctl", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(
+    name="polykvctl",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Shared-prefix KV pools for llama-server.",
+)
+app.command("up")(up.up)
+app.command("serve")(serve.serve)
 app.add_typer(engine.app, name="engine")
+app.add_typer(model.app, name="model")
+
+
+@app.callback(invoke_without_command=True)
+def _root(version: bool = typer.Option(False, "--version", help="Print the version.")) -> None:
+    if version:
+        from polykv_proxy import __version__
+
+        typer.echo(__version__)
+        raise typer.Exit
 
 
 def main() -> None:
-    """Entry point: turns the problems of this machine into one line and exit status 1."""
+    """Entry point: turns whatever went wrong into one line and the right exit status."""
+    try:
+        status = app(standalone_mode=False)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except Exception as error:
+        status = _report(error)
+    sys.exit(status if isinstance(status, int) else 0)
+
+
+def _report(error: Exception) -> int:
+    """Print what a person needs to know and return the exit status; re-raise our own bugs."""
+    from polykv_proxy.config import ConfigError
     from polykv_proxy.engine.problem import EngineProblem
 
-    try:
-        app()
-    except EngineProblem as problem:
-        if problem.detail:
-            typer.echo(problem.detail, err=True)
-        typer.echo(f"polykvctl: {problem.message}", err=True)
-        raise SystemExit(1) from None
+    if isinstance(error, EngineProblem):
+        if error.detail:
+            print(error.detail, file=sys.stderr)
+        print(f"polykvctl: {error.message}", file=sys.stderr)
+        return 1
+    if isinstance(error, ConfigError):
+        print(f"polykvctl: {error}", file=sys.stderr)
+        return 2
+    # typer's own exceptions (wrong usage), wherever its version keeps them
+    message = getattr(error, "format_message", None)
+    if message is None:
+        raise error
+    path = getattr(getattr(error, "ctx", None), "command_path", "polykvctl")
+    print(
+        message() if type(error).__name__ == "NoArgsIsHelpError" else f"{path}: {_one_line(message())}", file=sys.stderr
+    )
+    return int(getattr(error, "exit_code", 2))
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())

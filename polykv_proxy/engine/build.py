@@ -96,7 +96,7 @@ def _build(info: EngineInfo, engines: Path, progress: Progress) -> None:
     work = engines / "work"
     _prepare_work(work, info, progress)
     kind = "stock" if info.stock else f"{len(info.patches)} patches"
-    progress.say(f"building llama-server, {BASE[:8]} with {kind}; log: {work / 'build.log'}")
+    progress.say(f"building llama-server ({BASE[:8]}, {kind}); the whole output: {work / 'build.log'}")
     binary = configure_and_compile(
         cmake=cmake,
         ninja=ninja,

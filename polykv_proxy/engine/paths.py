@@ -26,16 +26,12 @@ def submodule_dir() -> Path | None:
 
 def cache_dir() -> Path:
     """``POLYKV_CACHE``, else ``polykv`` below ``XDG_CACHE_HOME`` or ``~/.cache``. Everything in it can be rebuilt."""
-    return _user_dir("POLYKV_CACHE", "XDG_CACHE_HOME", ".cache")
+    if own := os.environ.get("POLYKV_CACHE"):
+        return Path(own).expanduser().absolute()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "polykv"
 
 
 def state_dir() -> Path:
-    """``POLYKV_STATE_DIR``, else ``polykv`` below ``XDG_STATE_HOME`` or ``~/.local/state``: logs and journals."""
-    return _user_dir("POLYKV_STATE_DIR", "XDG_STATE_HOME", ".local/state")
-
-
-def _user_dir(own: str, xdg: str, fallback: str) -> Path:
-    if named := os.environ.get(own):
-        return Path(named).expanduser().absolute()
-    base = os.environ.get(xdg)
-    return (Path(base) if base else Path.home() / fallback) / "polykv"
+    """Logs of a local engine, where the proxy keeps its journal too by default."""
+    return Path.home() / ".local" / "state" / "polykv"

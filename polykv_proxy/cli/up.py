@@ -1,0 +1,154 @@
+"""``polykvctl up``: a local engine and the proxy in the foreground, both kept alive, both gone when we go."""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from polykv_proxy.config import Settings
+    from polykv_proxy.engine.supervisor import Child
+
+
+def up(
+    *,
+    engine_args: Annotated[
+        list[str] | None, typer.Argument(metavar="[-- ENGINE ARGS]", help="Passed to llama-server after ours.")
+    ] = None,
+    model: Annotated[Path | None, typer.Option("--model", help="GGUF file; default: the tests' chat model.")] = None,
+    host: Annotated[str | None, typer.Option("--host", help="Address of the proxy.")] = None,
+    port: Annotated[int | None, typer.Option("--port", help="Port of the proxy, default 8090; 0 = a free one.")] = None,
+    engine_port: Annotated[int, typer.Option("--engine-port", min=0, max=65535, help="0 = a free one.")] = 8080,
+    parallel: Annotated[int, typer.Option("--parallel", min=1, help="Slots of the engine.")] = 4,
+    ctx: Annotated[int, typer.Option("--ctx", min=1, help="Cells of the cache, shared by slots and pools.")] = 16384,
+    max_pools: Annotated[int, typer.Option("--max-pools", min=0, help="Pools resident at once.")] = 16,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Tokens per batch.")] = 256,
+    mode: Annotated[str | None, typer.Option("--mode", help="auto or explicit.")] = None,
+    state: Annotated[
+        str | None, typer.Option("--state", help="Journal of the pools; ':memory:' keeps nothing.")
+    ] = None,
+    admin_key: Annotated[
+        str | None, typer.Option("--admin-key", envvar="POLYKV_ADMIN_KEY", help="Control-plane key.")
+    ] = None,
+    config: Annotated[Path | None, typer.Option("--config", help="TOML file with settings of the proxy.")] = None,
+    engine: Annotated[
+        Path | None,
+        typer.Option("--engine", envvar="POLYKV_ENGINE", help="llama-server to run; default: build ours if needed."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One line on stdout once both are ready.")] = False,
+) -> None:
+    """Start a local engine and the proxy; Ctrl-C or SIGTERM stops both."""
+    from polykv_proxy.cli.progress import BuildProgress
+    from polykv_proxy.config import load_settings
+    from polykv_proxy.engine.build import ensure_engine
+    from polykv_proxy.engine.local import LOOPBACK, EngineOptions, choose_port, engine_command
+    from polykv_proxy.engine.model import CHAT_MODEL, ensure_model
+    from polykv_proxy.engine.supervisor import Child, Supervisor
+
+    if model is not None and not model.is_file():
+        raise typer.BadParameter(f"there is no file {model}", param_hint="--model")
+    chosen_engine_port = choose_port(LOOPBACK, engine_port, flag="--engine-port")
+    engine_url = f"http://{LOOPBACK}:{chosen_engine_port}"
+    asked = load_settings(
+        config, upstream_url=engine_url, host=host, port=port, mode=mode, state=state, admin_key=admin_key
+    )
+    settings = asked.model_copy(update={"port": choose_port(asked.host, asked.port, flag="--port")})
+    with BuildProgress() as progress:
+        binary = engine or ensure_engine(progress)
+        model = model or ensure_model(CHAT_MODEL, progress.say)
+    options = EngineOptions(
+        binary=binary,
+        model=model,
+        port=chosen_engine_port,
+        n_parallel=parallel,
+        n_ctx=ctx,
+        n_max_pools=max_pools,
+        n_batch=batch,
+        tps_window_tokens=settings.tps_window_tokens,
+        tps_window_ms=settings.tps_window_ms,
+        more=engine_args or (),
+    )
+    engine_child = Child(
+        name="engine",
+        command=engine_command(options),
+        ready_url=f"{engine_url}/health",
+        log=_fresh_log(settings, chosen_engine_port),
+        environment=_engine_environment(settings),
+    )
+    proxy_child = _proxy_child(settings, config)
+    supervisor = Supervisor([engine_child, proxy_child], _say)
+    for asking in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(asking, lambda *_: supervisor.ask_to_stop())
+    _say(f"loading {model.name}; log of the engine: {engine_child.log}")
+    supervisor.run(lambda: _announce(settings, engine_child, proxy_child, as_json=as_json))
+
+
+def _proxy_child(settings: "Settings", config: Path | None) -> "Child":
+    from polykv_proxy.engine.supervisor import Child
+
+    command = [sys.executable, "-m", "polykv_proxy.cli", "serve"]
+    command += ["--upstream", settings.upstream_url, "--host", settings.host, "--port", str(settings.port)]
+    command += ["--mode", settings.mode]
+    command += ["--state", settings.state] if settings.state is not None else []
+    command += ["--config", str(config)] if config is not None else []
+    key = settings.admin_key.get_secret_value() if settings.admin_key else next(iter(settings.data_keys), None)
+    return Child(
+        name="proxy",
+        command=command,
+        ready_url=f"{_proxy_url(settings)}/polykv/health",
+        ready_headers={"authorization": f"Bearer {key}"} if key else {},
+        log=None,
+        # Keys travel in the environment: command lines can be read by everybody on the machine.
+        environment={"POLYKV_ADMIN_KEY": settings.admin_key.get_secret_value()} if settings.admin_key else {},
+        orphan_signal=signal.SIGTERM,
+    )
+
+
+def _engine_environment(settings: "Settings") -> dict[str, str]:
+    key = settings.upstream_api_key
+    return {"LLAMA_API_KEY": key.get_secret_value()} if key else {}
+
+
+def _fresh_log(settings: "Settings", engine_port: int) -> Path:
+    """Beside the journal; the log of the last ``up`` on this port is kept under ``.1``."""
+    from polykv_proxy.config import MEMORY_STATE
+    from polykv_proxy.engine.paths import state_dir
+
+    folder = state_dir() if settings.state_path == MEMORY_STATE else Path(settings.state_path).parent
+    log = folder / f"engine-{engine_port}.log"
+    if log.exists():
+        os.replace(log, log.with_name(f"{log.name}.1"))
+    return log
+
+
+def _proxy_url(settings: "Settings") -> str:
+    """Where to reach it from this machine; an address that means "all" is not one to connect to."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(settings.host, settings.host)
+    return (
+        f"http://[{host}]:{settings.port}"
+        if host.count(":") > 1 and "[" not in host
+        else f"http://{host}:{settings.port}"
+    )
+
+
+def _announce(settings: "Settings", engine: "Child", proxy: "Child", *, as_json: bool) -> None:
+    url = _proxy_url(settings)
+    if as_json:
+        facts = {"proxy": url, "engine": settings.upstream_url, "engine_pid": engine.pid, "proxy_pid": proxy.pid}
+        print(json.dumps(facts), flush=True)
+        return
+    key = ' -H "authorization: Bearer $POLYKV_API_KEY"' if settings.data_keys else ""
+    print(f"proxy   {url}\nengine  {settings.upstream_url}\n")
+    print(
+        f"curl {url}/v1/chat/completions -H 'content-type: application/json'{key} \\\n"
+        """  -d '{"messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 32}'""",
+        flush=True,
+    )
+
+
+def _say(line: str) -> None:
+    typer.echo(line, err=True)
