@@ -1,0 +1,71 @@
+# The whole workflow. Every target does its own set-up; `make help` lists them.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+PYTHON ?= $(firstword $(foreach p,python3 python3.13 python3.12 python3.11,$(shell \
+	$(p) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $(p))))
+BIN := .venv/bin
+INSTALLED := .venv/installed
+
+.PHONY: help install engine demo up test test-all lint format check-patches bench clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+install: $(INSTALLED)  ## .venv with the package, its extras and the development tools
+
+$(INSTALLED): pyproject.toml
+	@if [ -z "$(PYTHON)" ]; then echo "Python 3.11 or newer is missing: install it, or name one: make PYTHON=/path/to/python3" >&2; exit 1; fi
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "$(PYTHON) is not Python 3.11 or newer: name one that is: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || \
+		{ echo "$(PYTHON) has no venv module: install it (Debian: apt-get install python3-venv)" >&2; exit 1; }
+	@[ -x $(BIN)/python ] || { echo "creating .venv with $(PYTHON)"; $(PYTHON) -m venv .venv; }
+	@echo "installing the package and the development tools into .venv"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@
+
+engine: install  ## build the patched llama-server into the per-user cache
+	@$(BIN)/polykvctl engine build
+
+demo: engine  ## the main job on a real engine and model, beside the same work without pools
+	@$(BIN)/polykvctl demo
+
+up: engine  ## engine and proxy in the foreground (MODEL=path.gguf for another model, ARGS=… for polykvctl up)
+	@exec $(BIN)/polykvctl up $(if $(MODEL),--model '$(MODEL)') $(ARGS)
+
+test: install .test-setup  ## every test except the slow ones (ARGS=… for pytest)
+	@$(BIN)/python -m pytest -m 'not slow' $(ARGS)
+
+test-all: install .test-setup  ## every test (ARGS=… for pytest)
+	@$(BIN)/python -m pytest $(ARGS)
+
+# What the engine tests need, built here where it can show its progress.
+.PHONY: .test-setup
+.test-setup: install
+	@$(BIN)/polykvctl engine build >/dev/null
+	@$(BIN)/polykvctl engine build --stock >/dev/null
+	@$(BIN)/polykvctl model path >/dev/null
+
+lint: install  ## ruff, mypy, import-linter
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+format: install  ## let ruff format the code
+	@$(BIN)/ruff check --fix
+	@$(BIN)/ruff format
+
+check-patches: install  ## apply the patch series without fuzz, export it again, compare byte for byte
+	@$(BIN)/polykvctl engine check-patches
+
+bench: install .test-setup  ## the benchmarks, one after the other
+	@for script in benchmarks/[a-z]*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
+
+clean:  ## remove .venv and caches of the checkout (the per-user cache stays)
+	@rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	@find polykv_proxy tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
