@@ -1,0 +1,129 @@
+"""The control plane as ``polykvctl`` speaks it: synchronous, one connection, errors that know their exit status.
+
+Exit status: 1 the server answered an error, 2 the URL or key cannot be used, 3 the proxy cannot be reached.
+"""
+
+import ipaddress
+from types import TracebackType
+from typing import Any, ClassVar, Self
+from urllib.parse import quote
+
+import httpx
+
+_CONNECT_S = 5.0
+
+
+class ControlProblem(Exception):
+    """Why a command ends without its result. The message is one line for a person."""
+
+    exit_code: ClassVar[int] = 1
+
+    def __init__(self, message: str):
+        super().__init__(" ".join(message.split()))
+
+
+class ServerRefused(ControlProblem):
+    """The server answered an error. ``body`` is its JSON, if it was JSON."""
+
+    def __init__(self, message: str, *, status: int, body: Any = None):
+        super().__init__(message)
+        self.status = status
+        self.body = body
+
+
+class WrongUsage(ControlProblem):
+    exit_code = 2
+
+
+class Unreachable(ControlProblem):
+    exit_code = 3
+
+
+class ControlClient:
+    """``with ControlClient(url, admin_key) as control: control.get("/polykv/pools")``
+
+    No read timeout: making a long pool resident may take minutes. A request is sent once, never repeated.
+    """
+
+    def __init__(self, url: str, admin_key: str | None = None):
+        self.url = url.rstrip("/")
+        headers = {"authorization": f"Bearer {admin_key}"} if admin_key else {}
+        try:
+            base = httpx.URL(self.url)
+            if base.scheme not in ("http", "https") or not base.host or not 0 < (base.port or 80) < 65536:
+                raise WrongUsage(f"--url {url!r} is not like http://127.0.0.1:8090")
+            self._http = httpx.Client(
+                base_url=base,
+                headers=headers,
+                timeout=httpx.Timeout(None, connect=_CONNECT_S),
+                trust_env=not _is_this_machine(base.host),  # HTTP_PROXY is not for our own loopback
+            )
+        except httpx.InvalidURL as error:
+            raise WrongUsage(f"--url {url!r}: {error}") from None
+        except UnicodeEncodeError:
+            raise WrongUsage("--admin-key has a character that no HTTP header can carry") from None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._http.close()
+
+    def get(self, path: str) -> Any:
+        return self._ask("GET", path)
+
+    def post(self, path: str, body: Any) -> Any:
+        return self._ask("POST", path, body)
+
+    def delete(self, path: str) -> Any:
+        return self._ask("DELETE", path)
+
+    def _ask(self, verb: str, path: str, body: Any = None) -> Any:
+        try:
+            answer = self._http.request(verb, path, json=body)
+        except httpx.TransportError as error:
+            raise Unreachable(f"the proxy at {self.url} cannot be reached: {_reason(error)}") from None
+        except httpx.DecodingError as error:
+            raise ServerRefused(f"{self.url} sent an answer that cannot be read: {error}", status=0) from None
+        try:
+            parsed = answer.json()
+        except ValueError:
+            parsed = None
+        if answer.is_success and parsed is not None:
+            return parsed
+        raise ServerRefused(_complaint(answer, parsed), status=answer.status_code, body=parsed)
+
+
+def pool_path(ref: str, *more: str) -> str:
+    """Build the path of one pool; a name is quoted, so it can not become another path."""
+    return "/".join(["/polykv/pools", quote(ref, safe=""), *more])
+
+
+def _reason(error: httpx.TransportError) -> str:
+    return str(error) or type(error).__name__
+
+
+def _complaint(answer: httpx.Response, parsed: Any) -> str:
+    """One line out of the error object of the contract, or what there is instead."""
+    status = f"HTTP {answer.status_code}"
+    problem = parsed.get("error") if isinstance(parsed, dict) else None
+    if not isinstance(problem, dict) or not isinstance(problem.get("message"), str):
+        if answer.is_success:
+            return f"{answer.url.path} did not answer JSON: is this the proxy?"
+        return f"{answer.url.path}: {status} without a reason: is this the proxy?"
+    code = problem.get("code")
+    line = f"{problem['message']} ({code}, {status})" if isinstance(code, str) else f"{problem['message']} ({status})"
+    if answer.status_code == 401:
+        line += "; give the key with --admin-key or POLYKV_ADMIN_KEY"
+    if wait_s := answer.headers.get("retry-after"):
+        line += f"; try again in {wait_s} s"
+    return line
+
+
+def _is_this_machine(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

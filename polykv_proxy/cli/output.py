@@ -1,0 +1,74 @@
+"""What the commands share: their three common options, how errors end, how numbers and tables look.
+
+Human output is made for 80 columns. Text that came from clients (session ids) is shown escaped: neither the terminal
+nor rich interprets it.
+"""
+
+import contextlib
+import json
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from polykv_proxy.cli.client import ControlProblem
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+Url = Annotated[str, typer.Option("--url", envvar="POLYKV_URL", help="The proxy.")]
+AdminKey = Annotated[
+    str | None, typer.Option("--admin-key", envvar="POLYKV_ADMIN_KEY", help="Control-plane key.", show_envvar=True)
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable on stdout, nothing else there.")]
+
+DEFAULT_URL = "http://127.0.0.1:8090"
+UNKNOWN = "?"
+
+
+@contextlib.contextmanager
+def ending_well() -> Iterator[None]:
+    """Turn a problem into one line on stderr and its exit status.
+
+    Raises:  typer.Exit
+    """
+    try:
+        yield
+    except ControlProblem as problem:
+        typer.echo(f"polykvctl: {problem}", err=True)
+        raise typer.Exit(problem.exit_code) from None
+
+
+def echo_json(answer: Any) -> None:
+    typer.echo(json.dumps(answer, ensure_ascii=False))
+
+
+def make_console(*, stderr: bool = False) -> "Console":
+    from rich.console import Console
+
+    return Console(stderr=stderr, highlight=False, emoji=False, markup=False)
+
+
+def show(what: "RenderableType") -> None:
+    make_console().print(what)
+
+
+def human_bytes(n_bytes: float | None) -> str:
+    """``82.3 MB``: three digits and a decimal unit."""
+    if n_bytes is None:
+        return UNKNOWN
+    size = float(n_bytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 999.5:
+            return f"{size:.0f} {unit}" if unit == "B" or size >= 99.95 else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:,.1f} TB"
+
+
+def count(n: int | None) -> str:
+    return UNKNOWN if n is None else f"{n:,}"
+
+
+def plain(text: str) -> str:
+    """Make foreign text harmless for a terminal: whatever does not print is shown escaped."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

@@ -1,0 +1,130 @@
+"""How the pool tree is drawn: one table whose first column carries the branches. Pure: JSON in, rich out.
+
+pool           prefix    own         KV  where
+system          1,740  1,740    80.2 MB  resident
+├─ reviewer     1,902    162     7.5 MB  resident
+│  ▸ agent-1               52     2.4 MB  generating  48.1 tok/s
+└─ tester       1,688    240    11.1 MB  cold
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from polykv_proxy.cli.output import UNKNOWN, count, human_bytes, plain
+
+if TYPE_CHECKING:
+    from rich.table import Table
+    from rich.text import Text
+
+_LEVELS_MAX = 8
+_SESSIONS_MAX = 12
+_COLOURS = {"resident": "green", "materializing": "yellow", "warm": "cyan", "cold": "bright_black"}
+
+
+def pool_label(pool: Mapping[str, Any]) -> str:
+    return f"#{pool['pool_id']}" if pool.get("name") is None else str(pool["name"])
+
+
+def summary(view: Mapping[str, Any]) -> str:
+    """One line below the tree: how much of everything is in use."""
+    pools = view["pools"]
+    n_sessions = sum(len(pool["sessions"]) for pool in pools)
+    parts = [
+        f"{count(len(pools))} pool{'' if len(pools) == 1 else 's'}, depth {view.get('tree_depth', UNKNOWN)}",
+        f"{count(n_sessions)} session{'' if n_sessions == 1 else 's'}",
+        f"sequences {count(view.get('seq_ids_used'))}/{count(view.get('seq_ids_max'))}",
+        f"cells {count(view.get('kv_cells_used'))}/{count(view.get('kv_cells_total'))}",
+    ]
+    return " · ".join(parts)
+
+
+def draw_tree(view: Mapping[str, Any]) -> "Table":
+    """Draw every pool of the view with its sessions, children in the order of their ids."""
+    from rich.text import Text
+
+    pools = {pool["pool_id"]: pool for pool in view["pools"]}
+    table = _tree_table()
+    # Each entry: pool, the guides of its own row, the guides its children start from, level. A stack, not recursion:
+    # the tree may be deeper than Python's.
+    tops = [pool for pool in pools.values() if pool["parent"] not in pools]
+    stack = [(pool, "", "", 0) for pool in reversed(tops)]
+    while stack:
+        pool, own_guide, guide, level = stack.pop()
+        children = [pools[child] for child in pool["children"] if child in pools]
+        table.add_row(
+            Text.assemble((own_guide, "bright_black"), (pool_label(pool), "bold")),
+            count(pool["prefix_len"]),
+            count(pool["own_n_tokens"]),
+            human_bytes(pool["own_kv_bytes"]),
+            _where(pool),
+        )
+        _add_sessions(table, pool["sessions"], guide + ("│  " if children else "   "))
+        for number, child in reversed(list(enumerate(children, start=1))):
+            last = number == len(children)
+            if level < _LEVELS_MAX:
+                stack.append((child, guide + ("└─ " if last else "├─ "), guide + ("   " if last else "│  "), level + 1))
+            else:  # no room for more guides at 80 columns: say the level instead
+                stack.append((child, f"{guide}{level + 1}: ", guide, level + 1))
+    return table
+
+
+def list_table(view: Mapping[str, Any]) -> "Table":
+    """One line per pool, for searching with the eye and with grep."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bright_black")
+    for heading in ("id", "name", "parent", "D", "prefix", "own", "KV", "hits", "sess", "where"):
+        right = heading not in ("name", "where")
+        table.add_column(heading, justify="right" if right else "left", no_wrap=True, overflow="ellipsis")
+    for pool in view["pools"]:
+        table.add_row(
+            str(pool["pool_id"]),
+            pool.get("name") or "",
+            "" if pool["parent"] == -1 else str(pool["parent"]),
+            str(pool["branch_pos"]),
+            str(pool["prefix_len"]),
+            str(pool["own_n_tokens"]),
+            human_bytes(pool["own_kv_bytes"]),
+            f"{pool['hits']}/{pool['queries']}",
+            str(len(pool["sessions"])),
+            _where(pool),
+        )
+    return table
+
+
+def _tree_table() -> "Table":
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bright_black")
+    table.add_column("pool", no_wrap=True, overflow="ellipsis", min_width=12)
+    for heading in ("prefix", "own", "KV"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("where", no_wrap=True, overflow="ellipsis")
+    return table
+
+
+def _where(pool: Mapping[str, Any]) -> "Text":
+    from rich.text import Text
+
+    text = Text(str(pool["residency"]), style=_COLOURS.get(pool["residency"], ""))
+    if pool.get("pinned"):
+        text.append(" pinned", style="magenta")
+    if pool.get("auto"):
+        text.append(" auto", style="bright_black")
+    return text
+
+
+def _add_sessions(table: "Table", sessions: Sequence[Mapping[str, Any]], guide: str) -> None:
+    from rich.text import Text
+
+    for session in sessions[:_SESSIONS_MAX]:
+        tps = session.get("tps_ewma")
+        table.add_row(
+            Text.assemble((guide, "bright_black"), ("▸ ", "blue"), (plain(session["session_id"]), "blue")),
+            "",
+            count(session["suffix_n_tokens"]),
+            human_bytes(session["marginal_kv_bytes"]),
+            Text(" ".join(filter(None, [session.get("state"), "" if tps is None else f"{tps:.1f} tok/s"]))),
+        )
+    if len(sessions) > _SESSIONS_MAX:
+        table.add_row(Text(f"{guide}… and {len(sessions) - _SESSIONS_MAX} more sessions", style="bright_black"))

@@ -1,0 +1,219 @@
+"""``polykvctl pools``: look at the pool tree and change it."""
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from polykv_proxy.cli.output import DEFAULT_URL, AdminKey, AsJson, Url, count, echo_json, ending_well, human_bytes, show
+
+if TYPE_CHECKING:
+    from polykv_proxy.cli.client import ControlClient
+
+app = typer.Typer(no_args_is_help=True, help="Pools: shared prefixes, kept once in the engine's cache.")
+
+Ref = Annotated[str, typer.Argument(metavar="POOL", help="Id or name.")]
+Prompt = Annotated[str | None, typer.Option("--prompt", help="The prefix as text.")]
+PromptFile = Annotated[str | None, typer.Option("--prompt-file", metavar="FILE", help="The prefix as a text file.")]
+Messages = Annotated[
+    str | None,
+    typer.Option("--messages", metavar="FILE", help="JSON: messages, or an object with messages and tools."),
+]
+Tokens = Annotated[
+    str | None, typer.Option("--tokens", metavar="FILE", help="Token ids: a JSON array, or numbers between spaces.")
+]
+FromSession = Annotated[str | None, typer.Option("--from-session", metavar="ID", help="What a live session holds now.")]
+Name = Annotated[str | None, typer.Option("--name", help="Unique; letters, digits and _ . : @ + -")]
+Pin = Annotated[bool, typer.Option("--pin", help="Keep it resident under pressure.")]
+Ttl = Annotated[float | None, typer.Option("--ttl", min=0, metavar="SECONDS", help="Grace after its last use.")]
+
+
+@app.command("tree")
+def tree(url: Url = DEFAULT_URL, admin_key: AdminKey = None, as_json: AsJson = False) -> None:
+    """Draw the tree: prefix length, own tokens and KV, where it is, sessions with tokens per second."""
+    from polykv_proxy.cli.pool_tree import draw_tree, summary
+
+    with ending_well(), _control(url, admin_key) as control:
+        view = control.get("/polykv/pools")
+        if as_json:
+            echo_json(view)
+            return
+        if not view["pools"]:
+            show("No pools. Make one with: polykvctl pools create --prompt-file FILE --name NAME")
+            return
+        show(draw_tree(view))
+        show("")
+        show(summary(view))
+
+
+@app.command("ls")
+def ls(url: Url = DEFAULT_URL, admin_key: AdminKey = None, as_json: AsJson = False) -> None:
+    """List the pools, one a line."""
+    from polykv_proxy.cli.pool_tree import list_table
+
+    with ending_well(), _control(url, admin_key) as control:
+        view = control.get("/polykv/pools")
+        if as_json:
+            echo_json(view)
+        else:
+            show(list_table(view))
+
+
+@app.command("show")
+def show_pool(ref: Ref, url: Url = DEFAULT_URL, admin_key: AdminKey = None, as_json: AsJson = False) -> None:
+    """Show one pool in full, and the tree below it."""
+    from polykv_proxy.cli.pool_tree import draw_tree
+
+    with ending_well(), _control(url, admin_key) as control:
+        view = control.get(_path(ref))
+        if as_json:
+            echo_json(view)
+            return
+        pool = view["pools"][0]
+        for field, value in pool.items():
+            if field not in ("sessions", "children"):
+                typer.echo(f"{field:<18}{_shown(field, value)}")
+        if pool["children"] or pool["sessions"]:
+            show("")
+            show(draw_tree(view))
+
+
+@app.command("create")
+def create(
+    *,
+    prompt: Prompt = None,
+    prompt_file: PromptFile = None,
+    messages: Messages = None,
+    tokens: Tokens = None,
+    from_session: FromSession = None,
+    name: Name = None,
+    pin: Pin = False,
+    ttl_s: Ttl = None,
+    url: Url = DEFAULT_URL,
+    admin_key: AdminKey = None,
+    as_json: AsJson = False,
+) -> None:
+    """Create a root pool; a FILE of - is standard input."""
+    from polykv_proxy.cli.pool_source import pool_source
+
+    with ending_well():
+        body = pool_source(
+            prompt=prompt, prompt_file=prompt_file, messages=messages, tokens=tokens, from_session=from_session
+        )
+        with _control(url, admin_key) as control:
+            _say_made(control.post("/polykv/pools", body | _wishes(name, pin, ttl_s)), as_json=as_json)
+
+
+@app.command("fork")
+def fork(
+    ref: Ref,
+    *,
+    prompt: Prompt = None,
+    prompt_file: PromptFile = None,
+    messages: Messages = None,
+    tokens: Annotated[
+        str | None, typer.Option("--tokens", metavar="FILE", help="The child's FULL prefix as token ids.")
+    ] = None,
+    own_tokens: Annotated[
+        str | None, typer.Option("--own-tokens", metavar="FILE", help="Only the tokens behind --branch-pos.")
+    ] = None,
+    from_session: FromSession = None,
+    branch_pos: Annotated[
+        int | None,
+        typer.Option("--branch-pos", min=1, metavar="D", help="Tokens inherited; default: up to where it diverges."),
+    ] = None,
+    name: Name = None,
+    pin: Pin = False,
+    ttl_s: Ttl = None,
+    url: Url = DEFAULT_URL,
+    admin_key: AdminKey = None,
+    as_json: AsJson = False,
+) -> None:
+    """Fork a child that shares a prefix of POOL: extends it, or branches off before its end."""
+    from polykv_proxy.cli.pool_source import pool_source
+
+    with ending_well():
+        body = pool_source(
+            prompt=prompt,
+            prompt_file=prompt_file,
+            messages=messages,
+            tokens=tokens,
+            own_tokens=own_tokens,
+            from_session=from_session,
+            forking=True,
+        )
+        body |= _wishes(name, pin, ttl_s) | ({} if branch_pos is None else {"branch_pos": branch_pos})
+        with _control(url, admin_key) as control:
+            _say_made(control.post(_path(ref, "fork"), body), as_json=as_json)
+
+
+@app.command("release")
+def release(
+    ref: Ref,
+    recursive: Annotated[bool, typer.Option("--recursive", help="Everything below it too, leaves first.")] = False,
+    url: Url = DEFAULT_URL,
+    admin_key: AdminKey = None,
+    as_json: AsJson = False,
+) -> None:
+    """Take a pool off the tree; its cells are free once the last running request that uses them ends."""
+    with ending_well(), _control(url, admin_key) as control:
+        answer = control.delete(_path(ref) + ("?recursive=true" if recursive else ""))
+        if as_json:
+            echo_json(answer)
+            return
+        for field, value in answer.items():
+            typer.echo(f"{field:<18}{_shown(field, value)}")
+
+
+def _control(url: str, admin_key: str | None) -> "ControlClient":
+    from polykv_proxy.cli.client import ControlClient
+
+    return ControlClient(url, admin_key)
+
+
+def _path(ref: str, *more: str) -> str:
+    """Check what the server would never know, so that ``..`` stays a wrong name and not another path.
+
+    Raises:  WrongUsage
+    """
+    from polykv_proxy.cli.client import WrongUsage, pool_path
+    from polykv_proxy.errors import RequestError
+    from polykv_proxy.tree.pool import check_name
+
+    if not (ref.isascii() and ref.isdigit()):
+        try:
+            check_name(ref)
+        except RequestError as error:
+            raise WrongUsage(f"{ref!r} is no pool: {error.message}") from None
+    return pool_path(ref, *more)
+
+
+def _wishes(name: str | None, pin: bool, ttl_s: float | None) -> dict[str, Any]:
+    """Only what was asked for: the server has its own defaults."""
+    wishes: dict[str, Any] = {} if name is None else {"name": name}
+    return wishes | ({"pin": True} if pin else {}) | ({} if ttl_s is None else {"ttl_s": ttl_s})
+
+
+def _say_made(pool: dict[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        echo_json(pool)
+        return
+    called = f"pool {pool['pool_id']}" + (f" ({pool['name']})" if pool.get("name") else "")
+    inherited = "" if pool["parent"] == -1 else f", {count(pool['branch_pos'])} of them from pool {pool['parent']}"
+    took = f" in {pool['materialize_ms']:,.0f} ms" if pool.get("materialize_ms") is not None else ""
+    typer.echo(f"{called}: {count(pool['prefix_len'])} tokens{inherited}; {pool['residency']}{took}")
+
+
+def _shown(field: str, value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if field.endswith("_bytes"):
+        return human_bytes(value)
+    if field.endswith("_ts"):
+        from datetime import UTC, datetime
+
+        return datetime.fromtimestamp(value, UTC).isoformat(sep=" ", timespec="seconds")
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "none"
+    return str(value)

@@ -1,0 +1,265 @@
+"""``polykvctl pools`` through the real command line, against a real socket."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from polykv_proxy.cli.pools import app
+from polykv_proxy.ids import SessionId
+from polykv_proxy.tree.view import SessionFacts
+from tests.cli.contract_server import ContractServer
+from tests.tree.make import add_root, extend, toks
+
+runner = CliRunner()
+
+
+@pytest.fixture
+def server() -> Iterator[ContractServer]:
+    with ContractServer() as running:
+        yield running
+
+
+def run(server: ContractServer, *args: str, stdin: str | bytes | None = None) -> Result:
+    return runner.invoke(app, [*args, "--url", server.url], input=stdin)
+
+
+def grow(server: ContractServer) -> None:
+    root = server.resident(add_root(server.tree, toks(range(1740)), name="coding-agent"))
+    task = server.resident(extend(server.tree, root.pool_id, toks(range(220))))
+    extend(server.tree, root.pool_id, toks(range(90)), branch_pos=1200)
+    extend(server.tree, task.pool_id, toks(1))
+    server.sessions.append(
+        SessionFacts(
+            session_id=SessionId("agent-1"),
+            pool_id=task.pool_id,
+            pool_n_tokens=1960,
+            suffix_n_tokens=52,
+            tps_ewma=48.06,
+            ttft_ms=31.0,
+            state="generating",
+        )
+    )
+
+
+def test_tree_shows_lineage_sizes_and_sessions_in_80_columns(server: ContractServer) -> None:
+    grow(server)
+    result = run(server, "tree")
+    assert result.exit_code == 0
+    assert [line.rstrip() for line in result.stdout.splitlines()] == [
+        "pool             prefix    own       KV  where",
+        "coding-agent      1,740  1,740  80.2 MB  resident",
+        "├─ #2             1,960    220  10.1 MB  resident",
+        "│  │  ▸ agent-1             52   2.4 MB  generating 48.1 tok/s",
+        "│  └─ #4          1,961      1      0 B  cold",
+        "└─ #3             1,290     90      0 B  cold",
+        "",
+        "4 pools, depth 3 · 1 session · sequences 8/22 · cells 1,986/16,384",
+    ]
+
+
+def test_deep_tree_stays_within_80_columns(server: ContractServer) -> None:
+    pool = add_root(server.tree, toks(range(9)), name="n" * 40)
+    for _ in range(64):
+        pool = extend(server.tree, pool.pool_id, toks(1))
+    lines = run(server, "tree").stdout.splitlines()
+    assert len(lines) == 1 + 65 + 2
+    assert max(map(len, lines)) <= 80
+    assert "64: #65" in lines[-3]
+
+
+def test_empty_tree_says_what_to_do(server: ContractServer) -> None:
+    assert "polykvctl pools create" in run(server, "tree").stdout
+
+
+def test_session_ids_cannot_drive_the_terminal(server: ContractServer) -> None:
+    grow(server)
+    evil = SessionFacts(
+        session_id=SessionId("\x1b]0;x\x07[red]b[/red]\n"),
+        pool_id=server.tree.get(1).pool_id,
+        pool_n_tokens=1,
+        suffix_n_tokens=1,
+    )
+    server.sessions.append(evil)
+    shown = run(server, "tree").stdout
+    assert "\x1b" not in shown
+    assert "\\x1b]0;x\\x07[red]b[/red]\\n" in shown
+
+
+@pytest.mark.parametrize("command", ["tree", "ls"])
+def test_json_is_the_servers_answer_and_nothing_else(server: ContractServer, command: str) -> None:
+    grow(server)
+    view = json.loads(run(server, command, "--json").stdout)
+    assert [pool["pool_id"] for pool in view["pools"]] == [1, 2, 3, 4]
+    assert view["kv_cells_used"] == 1986
+
+
+def test_ls_lists_every_pool(server: ContractServer) -> None:
+    grow(server)
+    lines = run(server, "ls").stdout.splitlines()
+    assert [line.split()[0] for line in lines] == ["id", "1", "2", "3", "4"]
+    assert "coding-agent" in lines[1]
+
+
+def test_show_finds_by_name_and_draws_what_is_below(server: ContractServer) -> None:
+    grow(server)
+    shown = run(server, "show", "coding-agent").stdout
+    assert "prefix_len        1740" in shown
+    assert "own_kv_bytes      80.2 MB" in shown
+    assert "└─ #3" in shown
+    assert json.loads(run(server, "show", "2", "--json").stdout)["pools"][0]["pool_id"] == 2
+
+
+def test_create_fork_release_from_the_command_line(server: ContractServer, tmp_path: Path) -> None:
+    ids = tmp_path / "ids.json"
+    ids.write_text(json.dumps({"tokens": list(range(20))}))
+    made = run(server, "create", "--tokens", str(ids), "--name", "base", "--pin", "--ttl", "12.5")
+    assert made.stdout == "pool 1 (base): 20 tokens; resident in 6,200 ms\n"
+    assert server.asked[-1].body == {"tokens": list(range(20)), "name": "base", "pin": True, "ttl_s": 12.5}
+
+    forked = run(server, "fork", "base", "--own-tokens", "-", "--branch-pos", "7", "--json", stdin="91, 92\n93")
+    assert json.loads(forked.stdout)["branch_pos"] == 7
+    assert server.asked[-1].path == "/polykv/pools/base/fork"
+    assert server.asked[-1].body == {"own_tokens": [91, 92, 93], "branch_pos": 7}
+
+    refused = run(server, "release", "base")
+    assert (refused.exit_code, refused.stdout) == (1, "")
+    assert refused.stderr == "polykvctl: pool base has 1 children (pool_has_children, HTTP 409)\n"
+    released = run(server, "release", "base", "--recursive", "--json")
+    assert json.loads(released.stdout)["released"] == [2, 1]
+
+
+def test_fork_names_where_the_prefix_diverges(server: ContractServer) -> None:
+    grow(server)
+    result = run(server, "fork", "coding-agent", "--tokens", "-", "--branch-pos", "5", stdin="[0, 1, 9, 9, 9, 9, 9]")
+    assert result.exit_code == 1
+    assert "position 2" in result.stderr
+    assert "prefix_mismatch" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "stdin", "body"),
+    [
+        (["--prompt", "You are"], None, {"prompt": "You are"}),
+        (["--prompt-file", "-"], "Grüße\n", {"prompt": "Grüße\n"}),
+        (["--messages", "-"], '[{"role": "system"}]', {"messages": [{"role": "system"}]}),
+        (
+            ["--messages", "-"],
+            '{"model": "m", "messages": [], "tools": [1], "stream": true}',
+            {"messages": [], "tools": [1]},
+        ),
+        (["--from-session", "s1"], None, {"from_session": "s1"}),
+        (["--tokens", "-"], "1 2\n3", {"tokens": [1, 2, 3]}),
+    ],
+)
+def test_what_a_pool_is_made_from(server: ContractServer, args: list[str], stdin: str | None, body: Any) -> None:
+    assert run(server, "create", *args, stdin=stdin).exit_code == 0
+    assert server.asked[-1].body == body
+
+
+@pytest.mark.parametrize(
+    ("args", "stdin", "complaint"),
+    [
+        (["create"], None, "give exactly one of --prompt, --prompt-file, --messages, --tokens, --from-session"),
+        (["create", "--prompt", "a", "--tokens", "x"], None, "not --prompt and --tokens"),
+        (["create", "--prompt-file", "/nowhere/x"], None, "/nowhere/x: No such file or directory"),
+        (["create", "--prompt-file", "-"], b"\xff\xfe", "not UTF-8 at byte 0"),
+        (["create", "--messages", "-"], "{", "not JSON"),
+        (["create", "--messages", "-"], '{"a": 1}', "neither an array of messages"),
+        (["create", "--tokens", "-"], "1 two", "'two' is not a token id"),
+        (["create", "--tokens", "-"], "[1, true]", "not all tokens are integers"),
+        (["show", "../../health"], None, "is no pool"),
+        (["release", ".."], None, "is no pool"),
+    ],
+)
+def test_wrong_usage_is_status_2_and_asks_nobody(
+    server: ContractServer, args: list[str], stdin: str | bytes | None, complaint: str
+) -> None:
+    result = run(server, *args, stdin=stdin)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert complaint in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert server.asked == []
+
+
+def test_admin_key_goes_along_as_bearer(server: ContractServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(server, "ls", "--admin-key", "s3cret")
+    monkeypatch.setenv("POLYKV_ADMIN_KEY", "from-env")
+    run(server, "ls")
+    assert [asked.authorization for asked in server.asked] == ["Bearer s3cret", "Bearer from-env"]
+
+
+def error(message: str, code: str) -> bytes:
+    return json.dumps({"error": {"message": message, "code": code}}).encode()
+
+
+@pytest.mark.parametrize(
+    ("answer", "line"),
+    [
+        (
+            (401, error("no key", "unauthorized"), {}),
+            "no key (unauthorized, HTTP 401); give the key with --admin-key or POLYKV_ADMIN_KEY",
+        ),
+        (
+            (507, error("12 cells\nmissing", "kv_exhausted"), {"retry-after": "3"}),
+            "12 cells missing (kv_exhausted, HTTP 507); try again in 3 s",
+        ),
+        ((404, b"<html>", {}), "/polykv/pools: HTTP 404 without a reason: is this the proxy?"),
+        ((200, b"<html>", {}), "/polykv/pools did not answer JSON: is this the proxy?"),
+        ((302, b"{}", {"location": "/x"}), "/polykv/pools: HTTP 302 without a reason: is this the proxy?"),
+    ],
+)
+def test_what_the_server_refused_is_one_line_and_status_1(
+    server: ContractServer, answer: tuple[int, bytes, dict[str, str]], line: str
+) -> None:
+    server.answer_next = answer
+    result = run(server, "ls", "--json")
+    assert (result.exit_code, result.stdout, result.stderr) == (1, "", f"polykvctl: {line}\n")
+
+
+def test_nobody_there_is_status_3() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound, not listening: connecting is refused
+        result = runner.invoke(app, ["ls", "--url", f"http://127.0.0.1:{taken.getsockname()[1]}"])
+    assert (result.exit_code, result.stdout) == (3, "")
+    assert "cannot be reached" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("url", ["", "nonsense", "ftp://x", "http://", "http://a:99999999", "http://[::1"])
+def test_url_that_is_none_is_status_2(url: str) -> None:
+    result = runner.invoke(app, ["ls", "--url", url])
+    assert (result.exit_code, len(result.stderr.splitlines())) == (2, 1)
+
+
+def test_proxy_from_the_environment_is_not_used_for_loopback(
+    server: ContractServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
+    assert run(server, "ls").exit_code == 0
+
+
+def test_installed_command_ends_with_the_same_statuses(server: ContractServer) -> None:
+    """Once through ``polykvctl`` itself: its own error handling must not change ours."""
+
+    def polykvctl(*args: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "polykv_proxy.cli", "pools", *args],
+            env=os.environ | {"POLYKV_URL": server.url},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+
+    assert (polykvctl("ls", "--json").returncode, polykvctl("show", "7").returncode) == (0, 1)
+    unreachable = polykvctl("ls", "--url", "http://127.0.0.1:1")
+    assert (unreachable.returncode, len(unreachable.stderr.splitlines())) == (3, 1)
+    assert (polykvctl("ls", "--wrong").returncode, polykvctl("create").returncode) == (2, 2)
