@@ -1,0 +1,137 @@
+"""The aiohttp application: the control plane's routes, and llama-server behind everything else.
+
+One middleware stands in front of the router and looks at the request target as it came: what is not the proxy's own is
+relayed whatever the router thinks of it, and what could only become ours by another spelling is a 404.
+"""
+
+import asyncio
+import contextlib
+import logging
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+from aiohttp import web
+
+from polykv_proxy import routes
+from polykv_proxy.config import Settings
+from polykv_proxy.control import Control
+from polykv_proxy.errors import MethodNotAllowed, RouteNotFound
+from polykv_proxy.relay.doors import Door, door_of, target_of
+from polykv_proxy.relay.pump import only_their_headers, refuse, request_id_of
+from polykv_proxy.relay.relay import Relay
+
+log = logging.getLogger(__name__)
+
+CONTROL = web.AppKey("control", Control)
+RELAY = web.AppKey("relay", Relay)
+
+DRAIN_S = 60.0
+"""So long may running turns go on after SIGTERM."""
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def make_app(settings: Settings) -> web.Application:
+    """Build the application; what talks to the engine starts with it and stops with it."""
+    control = Control(settings)
+    relay = Relay(control)
+
+    @web.middleware
+    async def front(request: web.Request, handler: Handler) -> web.StreamResponse:
+        target = target_of(request.raw_path)
+        door = door_of(target)
+        if door is Door.ENGINE:
+            return await relay.handle(request, target)
+        request_id = request_id_of(request)
+        if door is Door.SHUT:
+            return refuse(request, RouteNotFound("no such route"), None, request_id)
+        try:
+            response = await handler(request)
+        except web.HTTPNotFound:
+            return refuse(request, RouteNotFound(f"no such route: {request.path}"), None, request_id)
+        except web.HTTPMethodNotAllowed as e:
+            allowed = ", ".join(sorted(e.allowed_methods))
+            return refuse(request, MethodNotAllowed(f"allowed here: {allowed}"), None, request_id)
+        if not response.prepared:
+            response.headers.setdefault("x-request-id", request_id)
+        return response
+
+    app = web.Application(middlewares=[front], client_max_size=settings.max_body_bytes)
+    app[CONTROL], app[RELAY] = control, relay
+    app.on_response_prepare.append(only_their_headers)
+    app.cleanup_ctx.append(_running)
+    routes.add_routes(app, control)
+    return app
+
+
+async def _running(app: web.Application) -> AsyncIterator[None]:
+    await app[CONTROL].start()
+    try:
+        yield
+    finally:
+        await app[RELAY].close()
+        await app[CONTROL].stop()
+
+
+def make_runner(app: web.Application) -> web.AppRunner:
+    """A client that leaves cancels its handler, in every phase. Bodies stay as they were sent."""
+    return web.AppRunner(
+        app,
+        handler_cancellation=True,
+        auto_decompress=False,
+        access_log=None,
+        shutdown_timeout=1.0,
+        keepalive_timeout=75.0,
+        max_line_size=16384,
+        max_field_size=32768,
+    )
+
+
+@contextlib.asynccontextmanager
+async def serving(settings: Settings) -> AsyncIterator[tuple[str, web.Application]]:
+    """The proxy on ``settings.host:port`` (0 = a free one) for as long as the block runs. Gives its URL."""
+    app = make_app(settings)
+    runner = make_runner(app)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, settings.host, settings.port, reuse_address=True, backlog=1024).start()
+        host, port = runner.addresses[0][:2]
+        yield f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}", app
+    finally:
+        await runner.cleanup()
+
+
+async def serve(settings: Settings, *, ready: Callable[[str], None] | None = None) -> None:
+    """Serve until SIGTERM or SIGINT; then let running turns finish. A second signal ends it now."""
+    loop = asyncio.get_running_loop()
+    asked, at_once = asyncio.Event(), asyncio.Event()
+
+    def on_signal() -> None:
+        (at_once if asked.is_set() else asked).set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    async with serving(settings) as (url, app):
+        log.info("listening on %s, engine at %s", url, settings.upstream_url)
+        if ready is not None:
+            ready(url)
+        await asked.wait()
+        relay = app[RELAY]
+        relay.drain()
+        log.info("shutting down, %d requests are still running", relay.n_running)
+        waits = [asyncio.ensure_future(relay.idle.wait()), asyncio.ensure_future(at_once.wait())]
+        await asyncio.wait(waits, timeout=DRAIN_S, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+
+
+def run(settings: Settings, *, ready: Callable[[str], None] | None = None) -> None:
+    """Serve until told to stop (blocking). ``ready`` is called with the URL once the proxy listens."""
+    try:
+        import uvloop
+
+        runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
+    except ImportError:
+        runner = asyncio.Runner()
+    with runner:
+        runner.run(serve(settings, ready=ready))

@@ -1,0 +1,195 @@
+"""The four ways a request can be written, and what each says that matters here.
+
+Pure. ``read_call`` turns path, headers and body into a ``Call``: the dialect, the fields of the contract (body beats
+header), and everything that decides whether sharing a prefix is possible at all.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import orjson
+
+from polykv_proxy.conversation import Conversation
+from polykv_proxy.errors import InvalidJson
+from polykv_proxy.ids import SessionId
+from polykv_proxy.relay.fields import BODY_FIELDS, Fields, read_fields
+
+
+class Dialect(Enum):
+    NATIVE = "llama-server's own completion"
+    COMPLETIONS = "OpenAI completions"
+    CHAT = "OpenAI chat completions"
+    MESSAGES = "Anthropic Messages"
+    RESPONSES = "OpenAI Responses"
+
+
+ATTACHABLE: dict[str, Dialect] = {
+    "/completion": Dialect.NATIVE,
+    "/completions": Dialect.NATIVE,
+    "/v1/completions": Dialect.COMPLETIONS,
+    "/chat/completions": Dialect.CHAT,
+    "/v1/chat/completions": Dialect.CHAT,
+    "/v1/messages": Dialect.MESSAGES,
+    "/v1/responses": Dialect.RESPONSES,
+}
+"""Paths of ``POST`` requests that can share a prefix. Every other path is relayed as it is."""
+
+TAKES_A_SLOT = frozenset(
+    {
+        *("/infill", "/embedding", "/embeddings", "/v1/embeddings", "/rerank", "/reranking", "/v1/rerank"),
+        *("/v1/reranking", "/responses", "/audio/transcriptions", "/v1/audio/transcriptions", *ATTACHABLE),
+    }
+)
+"""Paths of ``POST`` requests that occupy a slot of the engine's own choice unless they are pinned."""
+
+_MARKERS = (b'"pool_id"', b'"session_id"', b'"shared_p', b'"overcommit"', b"\\u00")
+
+
+@dataclass(slots=True)
+class Call:
+    """One attachable request, read once. ``body`` is without our fields; ``raw`` still has them."""
+
+    path: str
+    dialect: Dialect
+    raw: bytes
+    body: dict[str, Any]
+    fields: Fields
+    carried: frozenset[str]
+    stream: bool = False
+    n_choices: int = 1
+    n_prompts: int = 1
+    own_slot: int | None = None
+    incompatible: bool = False
+    replace: dict[str, bytes] = field(default_factory=dict)
+
+    @property
+    def explicit(self) -> bool:
+        """Carries one of the fields of the contract."""
+        return self.fields.given
+
+    @property
+    def n_finals(self) -> int:
+        """How many choices end before the reply does."""
+        return self.n_choices * self.n_prompts
+
+
+def may_carry_fields(raw: bytes) -> bool:
+    """Whether it is worth parsing a body to see if it carries one of our fields. Never wrongly False."""
+    return any(marker in raw for marker in _MARKERS)
+
+
+def parse_json(raw: bytes) -> Any:
+    try:
+        return orjson.loads(raw)
+    except orjson.JSONDecodeError as e:
+        raise InvalidJson(f"the body is not valid JSON: {e.msg}", position=e.pos, line=e.lineno, column=e.colno) from e
+
+
+def read_call(
+    path: str, raw: bytes, body: dict[str, Any], headers: Mapping[str, str], *, rewrite_tool_choice: bool
+) -> Call:
+    """Read an attachable request. ``headers``: case-insensitive. Raises RequestError on a field of a wrong type."""
+    dialect = ATTACHABLE[path]
+    fields = read_fields(body, headers)
+    carried = frozenset(BODY_FIELDS & body.keys())
+    if carried:
+        body = {key: value for key, value in body.items() if key not in carried}
+    call = Call(path, dialect, raw, body, fields, carried, stream=body.get("stream") is True)
+    call.n_choices = _positive(body.get("n_cmpl", body.get("n"))) if dialect is not Dialect.MESSAGES else 1
+    call.n_prompts = _n_prompts(body.get("prompt")) if dialect in (Dialect.NATIVE, Dialect.COMPLETIONS) else 1
+    own_slot = body.get("id_slot")
+    if isinstance(own_slot, int) and not isinstance(own_slot, bool) and own_slot >= 0:
+        call.own_slot = own_slot
+    call.incompatible = (
+        body.get("cache_prompt") is False or call.own_slot is not None or bool(body.get("lora")) or _has_media(call)
+    )
+    if rewrite_tool_choice and dialect in (Dialect.CHAT, Dialect.RESPONSES) and _names_a_tool(body.get("tool_choice")):
+        # llama-server knows only auto, none and required; an object would silently mean auto.
+        call.body = {**call.body, "tool_choice": "required"}
+        call.replace["tool_choice"] = b'"required"'
+    return call
+
+
+def conversation_of(call: Call) -> Conversation | None:
+    """What it says so far; None when that cannot be told (media, token arrays are told, lists of prompts are not)."""
+    body, name = call.body, call.dialect.name.encode()
+    if call.dialect in (Dialect.NATIVE, Dialect.COMPLETIONS):
+        prompt = body.get("prompt")
+        if isinstance(prompt, str):
+            return Conversation.of_text(name, prompt.encode("utf-8", "surrogatepass"))
+        if call.n_prompts == 1 and isinstance(prompt, list):
+            return Conversation.of_text(name + b"[]", orjson.dumps(prompt)[:-1])
+        return None
+    messages = body.get("input" if call.dialect is Dialect.RESPONSES else "messages")
+    if isinstance(messages, str):
+        messages = [{"role": "user", "content": messages}]
+    if not isinstance(messages, list):
+        return None
+    front = [body.get(key) for key in ("model", "system", "instructions", "tools")]
+    return Conversation.of_messages(
+        name + _dump(front),
+        ((str(m.get("role", "")) if isinstance(m, dict) else "", _dump(m)) for m in messages),
+    )
+
+
+def named_session(headers: Mapping[str, str]) -> tuple[SessionId | None, SessionId | None]:
+    """The session an agent names by its own headers, and its parent."""
+    if claude := headers.get("x-claude-code-session-id"):
+        agent = headers.get("x-claude-code-agent-id")
+        if not agent:
+            return SessionId(claude), None
+        parent = headers.get("x-claude-code-parent-agent-id")
+        return SessionId(f"{claude}/{agent}"), SessionId(f"{claude}/{parent}" if parent else claude)
+    for name in ("x-session-affinity", "session-id", "x-conversation-id"):
+        if value := headers.get(name):
+            return SessionId(value), None
+    return None, None
+
+
+def _dump(value: Any) -> bytes:
+    return orjson.dumps(value)
+
+
+def _positive(value: Any) -> int:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 1 else 1
+
+
+def _n_prompts(prompt: Any) -> int:
+    """A list of strings, lists or objects is several prompts; one with a number in it is a single mixed one."""
+    if not isinstance(prompt, list) or not prompt or any(isinstance(p, int | float) for p in prompt):
+        return 1
+    return len(prompt)
+
+
+def _names_a_tool(choice: Any) -> bool:
+    return isinstance(choice, dict) and choice.get("type") == "function"
+
+
+_TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal", "thinking", "redacted_thinking", "tool_use"})
+
+
+def _has_media(call: Call) -> bool:
+    prompt = call.body.get("prompt")
+    if isinstance(prompt, dict | list) and call.dialect in (Dialect.NATIVE, Dialect.COMPLETIONS):
+        prompts = prompt if isinstance(prompt, list) else [prompt]
+        return any(isinstance(p, dict) and bool(p.get("multimodal_data")) for p in prompts)
+    messages = call.body.get("input" if call.dialect is Dialect.RESPONSES else "messages")
+    if not isinstance(messages, list):
+        return False
+    return any(_part_is_media(part) for m in messages if isinstance(m, dict) for part in _parts(m))
+
+
+def _parts(item: dict[str, Any]) -> list[Any]:
+    content = item.get("content")
+    return content if isinstance(content, list) else []
+
+
+def _part_is_media(part: Any) -> bool:
+    if not isinstance(part, dict):
+        return False
+    kind = part.get("type")
+    if kind == "tool_result":
+        return any(_part_is_media(p) for p in _parts(part))
+    return isinstance(kind, str) and kind not in _TEXT_PARTS

@@ -1,0 +1,61 @@
+"""Which door a request target leads to, whatever way it is spelled.
+
+Pure. ``/polykv`` belongs to the proxy and is never relayed: neither ``/polykv/engine`` nor a control route can be
+reached through ``//``, ``%2f``, ``..``, ``;`` or another case. The rest goes on as it came, byte for byte.
+"""
+
+import re
+from enum import Enum
+from urllib.parse import unquote_to_bytes
+
+
+class Door(Enum):
+    OURS = "a route of the proxy, spelled as it should be"
+    SHUT = "would be ours if spelled another way, or leads to the engine's hooks: 404"
+    ENGINE = "llama-server's"
+
+
+_ABSOLUTE = re.compile(r"https?://[^/?#]*", re.IGNORECASE)
+_NAMED = re.compile(r"/polykv/(?:pools|sessions)/([^/\\;]+)(?:/[a-z]+)?/?\Z")
+_HIDDEN = re.compile(r"%(?:2f|5c|2e|3b|00|25)", re.IGNORECASE)
+_MAX_DECODE = 4
+
+
+def target_of(raw_path: str) -> str:
+    """The request target in origin form: an absolute one loses scheme and authority."""
+    match = _ABSOLUTE.match(raw_path)
+    if match:
+        raw_path = raw_path[match.end() :]
+    return raw_path if raw_path.startswith(("/", "*")) else "/" + raw_path
+
+
+def canonical(path: str) -> str:
+    """What a lenient server could make of it: decoded, lower case, without parameters, dots and double slashes."""
+    for _ in range(_MAX_DECODE):
+        decoded = unquote_to_bytes(path).decode("latin-1")
+        if decoded == path:
+            break
+        path = decoded
+    parts: list[str] = []
+    for segment in re.split(r"[/\\]+", path):
+        name = segment.partition(";")[0].partition("\0")[0].strip().lower()
+        if name == "..":
+            if parts:
+                parts.pop()
+        elif name not in ("", "."):
+            parts.append(name)
+    return "/" + "/".join(parts)
+
+
+def door_of(target: str) -> Door:
+    path = target.partition("?")[0].partition("#")[0]
+    flat = canonical(path)
+    if flat != "/polykv" and not flat.startswith("/polykv/"):
+        return Door.ENGINE
+    if flat == "/polykv/engine" or flat.startswith("/polykv/engine/"):
+        return Door.SHUT
+    if path.rstrip("/") == flat:
+        return Door.OURS
+    # Names of pools and sessions stand in the path: upper case and harmless escapes are theirs.
+    named = _NAMED.match(path)
+    return Door.OURS if named and not _HIDDEN.search(named[1]) and named[1] not in (".", "..") else Door.SHUT

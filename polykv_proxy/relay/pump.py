@@ -1,0 +1,141 @@
+"""Bytes from the engine to the client: heads, streams, and what a broken reply looks like.
+
+A piece goes out when it comes, the reader of a slow client slows the engine's connection (no queue in between), and
+a reply that broke off never looks like one that ended: the connection is closed without its proper end.
+"""
+
+import re
+import uuid
+from collections.abc import AsyncIterator, Iterable
+
+import orjson
+from aiohttp import web
+from multidict import CIMultiDict
+
+from polykv_proxy.errors import BodyTooLarge, PolyKVError, RequestError, UpstreamError
+from polykv_proxy.relay.dialects import Dialect
+from polykv_proxy.relay.refusals import refusal, refusal_event, refusal_headers
+from polykv_proxy.upstream import UpstreamResponse
+
+_SANE_ID = re.compile(r"[A-Za-z0-9._:+/=-]{1,128}")
+_READ_AT_ONCE = 1 << 20
+_ADDED_BY_AIOHTTP = ("Date", "Server", "Content-Type")
+
+
+class RelayedResponse(web.StreamResponse):
+    """A reply whose headers are the engine's: nothing is added that was not given."""
+
+    def __init__(self, status: int, reason: str, headers: Iterable[tuple[str, str]]):
+        super().__init__(status=status, reason=reason or None, headers=CIMultiDict(headers))
+        self._given = {name.lower() for name in self.headers}
+
+    def drop_added(self) -> None:
+        for name in _ADDED_BY_AIOHTTP:
+            if name.lower() not in self._given:
+                self.headers.popall(name, None)
+
+
+async def only_their_headers(_request: web.Request, response: web.StreamResponse) -> None:
+    """Signal ``on_response_prepare``: aiohttp adds headers that llama-server did not send."""
+    if isinstance(response, RelayedResponse):
+        response.drop_added()
+
+
+def request_id_of(request: web.Request) -> str:
+    """The client's own id if it is sane, else a new one."""
+    given = request.headers.get("x-request-id", "")
+    return given if _SANE_ID.fullmatch(given) else uuid.uuid4().hex
+
+
+def raw_headers_of(request: web.Request, drop: frozenset[str] = frozenset()) -> list[tuple[str, str]]:
+    """As they came, in order, casing kept."""
+    pairs = ((k.decode("latin-1"), v.decode("latin-1")) for k, v in request.raw_headers)
+    return [(k, v) for k, v in pairs if k.lower() not in drop]
+
+
+def is_sse(upstream: UpstreamResponse) -> bool:
+    return upstream.content_type == "text/event-stream"
+
+
+async def read_body(request: web.Request, limit: int) -> bytes:
+    """The whole body, with or without a length. Raises BodyTooLarge (413) as soon as that is certain."""
+    length = request.content_length
+    if length is not None and length > limit:
+        raise BodyTooLarge(f"the body has {length} bytes; at most {limit} are read here", limit=limit)
+    pieces: list[bytes] = []
+    n = 0
+    async for piece in request.content.iter_any():
+        n += len(piece)
+        if n > limit:
+            raise BodyTooLarge(f"the body has more than {limit} bytes", limit=limit)
+        pieces.append(piece)
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+async def relayed_body(request: web.Request) -> bytes | AsyncIterator[bytes] | None:
+    """The body of a request that nobody looks into: small ones at once, others as they come."""
+    if not request.can_read_body:
+        return None
+    if request.content_length is not None and request.content_length <= _READ_AT_ONCE:
+        return await request.content.read()
+    return _pieces(request)
+
+
+async def _pieces(request: web.Request) -> AsyncIterator[bytes]:
+    async for piece in request.content.iter_any():
+        yield piece
+
+
+async def pump_plain(
+    request: web.Request, upstream: UpstreamResponse, extra: Iterable[tuple[str, str]], dialect: Dialect | None
+) -> web.StreamResponse:
+    """The engine's reply as it is, with ``extra`` headers."""
+    response = await begin(request, upstream, extra)
+    try:
+        async for chunk in upstream.iter_any():
+            await response.write(chunk)
+    except UpstreamError as e:
+        return await cut(request, response, e, dialect, sse=is_sse(upstream))
+    await response.write_eof()
+    return response
+
+
+async def begin(request: web.Request, upstream: UpstreamResponse, extra: Iterable[tuple[str, str]]) -> RelayedResponse:
+    """Send the head."""
+    added = list(extra)
+    names = {name.lower() for name, _ in added}
+    headers = [(k, v) for k, v in upstream.returnable_headers() if k.lower() not in names]
+    response = RelayedResponse(upstream.status, upstream.reason, headers + added)
+    await response.prepare(request)
+    return response
+
+
+async def cut(
+    request: web.Request,
+    response: web.StreamResponse,
+    error: PolyKVError,
+    dialect: Dialect | None,
+    *,
+    sse: bool,
+    mid_line: bool = False,
+) -> web.StreamResponse:
+    """End a reply that broke off: an ``error`` event if it is a stream of events, and a close without a proper end."""
+    if sse:
+        await response.write((b"\n\n" if mid_line else b"") + refusal_event(error, dialect))
+    if request.transport is not None:
+        request.transport.close()
+    return response
+
+
+def refuse(request: web.Request, error: PolyKVError, dialect: Dialect | None, request_id: str) -> web.Response:
+    """An error reply of our own."""
+    headers = {"x-request-id": request_id, **refusal_headers(error)}
+    response = web.Response(
+        status=error.status,
+        body=orjson.dumps(refusal(error, dialect)),
+        content_type="application/json",
+        headers=headers,
+    )
+    if isinstance(error, RequestError) and not request.content.is_eof():
+        response.force_close()  # an unread body is not worth waiting for
+    return response

@@ -1,0 +1,52 @@
+"""What an answer says about its prefix: the ``polykv`` object and the response headers of the contract.
+
+Pure. ``None`` means unknown.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from polykv_proxy.ids import PoolId, SessionId
+from polykv_proxy.relay.fields import header_safe
+from polykv_proxy.sessions import Usage
+
+
+@dataclass(slots=True)
+class Receipt:
+    """Filled in while a request goes its way."""
+
+    session_id: SessionId
+    pool_id: PoolId | None = None
+    prefix_n_tokens: int = 0
+    miss_reason: str | None = None
+    ctx_total: int | None = None
+    hold_ms: int = 0
+
+    def headers(self, session_tps: float | None) -> list[tuple[str, str]]:
+        said = [("x-session-id", header_safe(self.session_id))]
+        if self.pool_id is not None:
+            said.append(("x-pool-id", str(self.pool_id)))
+        said.append(("x-cached-prefix-tokens", str(self.prefix_n_tokens)))
+        if session_tps is not None:
+            said.append(("x-session-tps", f"{session_tps:.2f}"))
+        return said
+
+    def members(self, usage: Usage, session_tps: float | None) -> bytes:
+        """``"polykv":{…}``, ready to be put into an object."""
+        used, total = usage.ctx_used, self.ctx_total
+        said: dict[str, Any] = {
+            "pool_id": self.pool_id,
+            "session_id": self.session_id,
+            "prefix_n_tokens": self.prefix_n_tokens,
+            "cached_n_tokens": usage.cache_n,
+            "miss_reason": self.miss_reason,
+            "session_tps": round(session_tps, 2) if session_tps is not None else None,
+            "ctx_used": used,
+            "ctx_total": total,
+            "ctx_headroom_tokens": max(0, total - used) if total is not None and used is not None else None,
+            "sessions_remaining": None,
+            "hold_ms": self.hold_ms,
+        }
+        return b'"polykv":' + orjson.dumps(said)

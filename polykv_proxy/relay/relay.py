@@ -1,0 +1,117 @@
+"""The data plane's front desk: what is ours, what is relayed untouched, and what is read.
+
+Everything that is not the proxy's own goes to llama-server byte for byte. Only ``POST`` on an attachable path is read,
+and of those only what may share a prefix becomes a turn (``turn``).
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+
+from aiohttp import web
+
+from polykv_proxy.control import Control
+from polykv_proxy.errors import Draining, PolyKVError
+from polykv_proxy.ids import SlotId
+from polykv_proxy.relay.desk import SlotDesk
+from polykv_proxy.relay.dialects import ATTACHABLE, TAKES_A_SLOT, Call, may_carry_fields, parse_json, read_call
+from polykv_proxy.relay.fields import FIELD_HEADERS, OWN_HEADERS
+from polykv_proxy.relay.pump import pump_plain, raw_headers_of, read_body, refuse, relayed_body, request_id_of
+from polykv_proxy.relay.turn import TurnRelay
+from polykv_proxy.upstream.client import Body
+
+
+class Relay:
+    """One per proxy.
+
+    ``n_running``: requests on their way; ``idle``: there are none. ``n_floating``: those in slots of the engine's choice.
+    """
+
+    def __init__(self, control: Control, clock: Callable[[], float] = time.monotonic):
+        self.control = control
+        self.clock = clock
+        self.desk = SlotDesk(control.slots, self._busy_slots, clock)
+        self.draining = False
+        self.n_running = 0
+        self.idle = asyncio.Event()
+        self.idle.set()
+        self.n_floating = 0
+
+    async def handle(self, request: web.Request, target: str) -> web.StreamResponse:
+        """Serve a request of the data plane. ``target``: its origin form, as it came."""
+        path = target.partition("?")[0]
+        dialect = ATTACHABLE.get(path) if request.method == "POST" else None
+        request_id = request_id_of(request)
+        self.n_running += 1
+        self.idle.clear()
+        try:
+            return await self._serve(request, target, path, request_id)
+        except PolyKVError as e:
+            return refuse(request, e, dialect, request_id)
+        finally:
+            self.n_running -= 1
+            if not self.n_running:
+                self.idle.set()
+
+    def drain(self) -> None:
+        """New work and everybody in line is refused; what runs goes on."""
+        self.draining = True
+        self.desk.dismiss(Draining("the proxy is shutting down"))
+
+    async def close(self) -> None:
+        await self.desk.close()
+
+    async def _serve(self, request: web.Request, target: str, path: str, request_id: str) -> web.StreamResponse:
+        takes_a_slot = request.method == "POST" and path in TAKES_A_SLOT
+        if takes_a_slot and self.draining:
+            raise Draining("the proxy is shutting down")
+        if not takes_a_slot:
+            return await self._plain(request, target, path, request_id, await relayed_body(request))
+        if path not in ATTACHABLE or request.headers.get("Content-Encoding"):
+            with self._floating():
+                return await self._plain(request, target, path, request_id, await relayed_body(request))
+        raw = await read_body(request, self.control.settings.max_body_bytes)
+        call = self._read(request, path, raw)
+        if call is None:
+            with self._floating():
+                return await self._plain(request, target, path, request_id, raw)
+        turn = TurnRelay(self.control, self.desk, self.clock, request=request, target=target, call=call)
+        if call.n_finals == 1:
+            return await turn.run(request_id, look_first=self.n_floating > 0)
+        with self._floating():  # the engine chooses the slots of the further choices itself
+            return await turn.run(request_id, look_first=self.n_floating > 1)
+
+    def _read(self, request: web.Request, path: str, raw: bytes) -> Call | None:
+        """None: relay it as it is."""
+        by_header = any(name in request.headers for name in FIELD_HEADERS)
+        automatic = self.control.settings.mode == "auto" and self.control.hooks
+        if not automatic and not by_header and not may_carry_fields(raw):
+            return None
+        body = parse_json(raw)
+        if not isinstance(body, dict):
+            return None
+        call = read_call(
+            path, raw, body, request.headers, rewrite_tool_choice=self.control.settings.rewrite_tool_choice
+        )
+        return call if automatic or call.explicit else None
+
+    async def _plain(
+        self, request: web.Request, target: str, path: str, request_id: str, body: Body
+    ) -> web.StreamResponse:
+        drop = OWN_HEADERS if path in ATTACHABLE else frozenset[str]()
+        headers = raw_headers_of(request, drop)
+        async with await self.control.engine.open(request.method, target, headers, body) as upstream:
+            return await pump_plain(request, upstream, [("x-request-id", request_id)], ATTACHABLE.get(path))
+
+    @contextmanager
+    def _floating(self) -> Iterator[None]:
+        self.n_floating += 1
+        try:
+            yield
+        finally:
+            self.n_floating -= 1
+
+    async def _busy_slots(self) -> Collection[SlotId]:
+        stats = await self.control.engine.stats()
+        return {SlotId(slot.id) for slot in stats.slots if not slot.idle}

@@ -1,0 +1,294 @@
+"""One attachable request on its way: session, pool, slot, engine, and back.
+
+    decide who and what   session by name, by agent headers or recognised; attach by control
+    wait for a slot       first come first served; the session's own first
+    send                  the rewritten bytes, once
+    relay                 every byte when it comes; our object goes into the last one that can carry it
+    settle                books of pool and session, from what the reply said about itself
+
+A client may leave at any point: the handler is cancelled, and leaving each stage undoes what it took. The order of the
+``finally`` blocks is the order in which things were taken, backwards.
+"""
+
+import logging
+from collections.abc import Callable
+
+import orjson
+from aiohttp import web
+
+from polykv_proxy.control import AttachPlan, AttachRequest, Control, Outcome
+from polykv_proxy.conversation import Conversation
+from polykv_proxy.errors import UpstreamError
+from polykv_proxy.ids import SlotId
+from polykv_proxy.relay.desk import SlotDesk
+from polykv_proxy.relay.dialects import Call, Dialect, conversation_of, named_session
+from polykv_proxy.relay.fields import OWN_HEADERS, session_id
+from polykv_proxy.relay.json_bytes import append_to_object
+from polykv_proxy.relay.pump import begin, cut, is_sse, pump_plain, raw_headers_of
+from polykv_proxy.relay.receipt import Receipt
+from polykv_proxy.relay.rewrite import rewrite
+from polykv_proxy.relay.sse import SseReader
+from polykv_proxy.relay.usage import add_whole
+from polykv_proxy.sessions import Session, SessionBook, Usage
+from polykv_proxy.slots import Grant
+from polykv_proxy.upstream import UpstreamResponse
+
+log = logging.getLogger(__name__)
+
+MAX_WHOLE_REPLY = 64 << 20
+"""A longer reply in one piece is passed on without our object rather than kept."""
+
+
+class TurnRelay:
+    """Carries one request. Made per request, used once."""
+
+    def __init__(
+        self,
+        control: Control,
+        desk: SlotDesk,
+        clock: Callable[[], float],
+        *,
+        request: web.Request,
+        target: str,
+        call: Call,
+    ):
+        self._control, self._desk, self._clock = control, desk, clock
+        self._request, self._target, self._call = request, target, call
+        self._books: SessionBook = control.sessions
+        self._plan: AttachPlan | None = None
+        self._settled = False
+        self._complete = False
+        self._sent = False
+        self._status: int | None = None
+
+    async def run(self, request_id: str, *, look_first: bool) -> web.StreamResponse:
+        call, now_s = self._call, self._clock()
+        said = conversation_of(call)
+        session = self._who(said, now_s)
+        self._receipt = Receipt(session.session_id, ctx_total=self._control.ctx_total)
+        self._turn = self._books.begin(session, now_s)
+        usage = Usage()
+        try:
+            await self._decide(session)
+            grant = await self._take_slot(session, said, look_first)
+            try:
+                return await self._send(request_id, grant, usage)
+            finally:
+                self._give_back(grant)
+        finally:
+            self._settle(usage)
+            answered = said if self._complete and self._status == 200 else None
+            self._books.end(self._turn, usage, self._clock(), said=answered)
+
+    # Before the engine has it --------------------------------------------------------------------------------------
+
+    def _who(self, said: Conversation | None, now_s: float) -> Session:
+        if self._call.fields.session is not None:
+            return self._books.name(self._call.fields.session, now_s)
+        named, parent = named_session(self._request.headers)
+        if named is not None:
+            return self._books.name(session_id(named, "session"), now_s, parent=parent)
+        return self._books.recognise(said, now_s) or self._books.make(now_s)
+
+    async def _decide(self, session: Session) -> None:
+        call, receipt = self._call, self._receipt
+        if call.incompatible:
+            receipt.miss_reason = "incompatible"
+            return
+        fields = call.fields
+        plan = self._plan = await self._control.decide_attach(
+            AttachRequest(
+                path=call.path,
+                body=call.body,
+                pool_ref=fields.pool,
+                explicit_p=fields.explicit_p,
+                legacy_slot=fields.legacy_slot,
+                session=session.session_id,
+                explicit=call.explicit,
+                strict=fields.strict,
+            )
+        )
+        receipt.pool_id, receipt.miss_reason = plan.pool_id, plan.miss_reason
+        receipt.prefix_n_tokens = plan.prefix_n_tokens
+
+    async def _take_slot(self, session: Session, said: Conversation | None, look_first: bool) -> Grant | None:
+        call, n_slots = self._call, self._desk.book.n_slots
+        if not self._control.hooks or not n_slots:
+            return None
+        if call.own_slot is not None:
+            self._desk.occupy(SlotId(call.own_slot % n_slots))
+            return None
+        n = call.n_finals if call.n_choices <= n_slots else 1  # more choices than slots: the engine refuses it
+        waited_s = self._clock()
+        grant = await self._desk.acquire(session.session_id, min(n, n_slots), said, look_first=look_first)
+        self._receipt.hold_ms = round((self._clock() - waited_s) * 1e3)
+        for other in grant.displaced:
+            self._books.displaced(other)
+        return grant
+
+    def _give_back(self, grant: Grant | None) -> None:
+        unsure = self._sent and not self._complete
+        if grant is not None:
+            self._desk.release(grant, unsure=unsure)
+        elif self._call.own_slot is not None and self._desk.book.n_slots and self._control.hooks:
+            self._desk.vacate(SlotId(self._call.own_slot % self._desk.book.n_slots), unsure=unsure)
+
+    # The engine has it ---------------------------------------------------------------------------------------------
+
+    async def _send(self, request_id: str, grant: Grant | None, usage: Usage) -> web.StreamResponse:
+        slot_id = grant.slots[0] if grant is not None else None
+        body = rewrite(self._call, self._plan, slot_id)
+        self._turn.sent(self._clock(), slot_id)
+        self._sent = True
+        headers = raw_headers_of(self._request, OWN_HEADERS)
+        async with await self._control.engine.open("POST", self._target, headers, body) as upstream:
+            self._status = upstream.status
+            extra = [("x-request-id", request_id)]
+            if self._touched:
+                extra += self._receipt.headers(self._turn.session.tps)
+            if upstream.status != 200:
+                response = await pump_plain(self._request, upstream, extra, self._call.dialect)
+                self._complete = True
+                return response
+            if self._plan is not None and self._plan.pool_id is not None:
+                self._turn.session.pool_id = self._plan.pool_id
+            relay = self._stream if is_sse(upstream) else self._whole
+            return await relay(upstream, extra, usage)
+
+    @property
+    def _touched(self) -> bool:
+        return self._call.explicit or (self._plan is not None and self._plan.pool_id is not None)
+
+    async def _stream(
+        self, upstream: UpstreamResponse, extra: list[tuple[str, str]], usage: Usage
+    ) -> web.StreamResponse:
+        call = self._call
+        options = call.body.get("stream_options")
+        reader = SseReader(
+            call.dialect,
+            n_finals=call.n_finals,
+            include_usage=isinstance(options, dict) and options.get("include_usage") is True,
+            receipt=self._object if self._touched else None,
+        )
+        reader.usage = usage
+        response = await begin(self._request, upstream, extra)
+        started = False
+        try:
+            async for chunk in upstream.iter_any():
+                out = reader.feed(chunk)
+                if reader.started and not started:
+                    started = True
+                    self._turn.first_token(self._clock())
+                if reader.ended:
+                    self._learn_rate(usage)
+                if out:
+                    await response.write(out)
+            self._complete = True
+        except UpstreamError as e:
+            return await cut(self._request, response, e, call.dialect, sse=True, mid_line=reader.mid_line)
+        if rest := reader.finish():
+            await response.write(rest)
+        await response.write_eof()
+        return response
+
+    async def _whole(
+        self, upstream: UpstreamResponse, extra: list[tuple[str, str]], usage: Usage
+    ) -> web.StreamResponse:
+        if not self._touched:
+            return await self._whole_unseen(upstream, extra, usage)
+        pieces: list[bytes] = []
+        n = 0
+        async for chunk in upstream.iter_any():
+            pieces.append(chunk)
+            n += len(chunk)
+            if n > MAX_WHOLE_REPLY:
+                return await self._whole_too_long(upstream, extra, pieces)
+        self._complete = True
+        body = b"".join(pieces)
+        try:
+            add_whole(usage, orjson.loads(body))
+            body = append_to_object(body, self._object(usage))
+        except (orjson.JSONDecodeError, ValueError):
+            log.warning("the engine's reply to %s is not JSON; passed on as it is", self._call.path)
+        extra = [e for e in extra if e[0] != "x-session-tps"]
+        if self._turn.session.tps is not None:
+            extra.append(("x-session-tps", f"{self._turn.session.tps:.2f}"))
+        extra.append(("Content-Length", str(len(body))))
+        response = await begin(self._request, upstream, extra)
+        await response.write(body)
+        await response.write_eof()
+        return response
+
+    async def _whole_unseen(
+        self, upstream: UpstreamResponse, extra: list[tuple[str, str]], usage: Usage
+    ) -> web.StreamResponse:
+        """Nothing to add: pass it on as it comes, and read a copy for the session's books."""
+        response = await begin(self._request, upstream, extra)
+        pieces: list[bytes] = []
+        n = 0
+        try:
+            async for chunk in upstream.iter_any():
+                n += len(chunk)
+                if n <= MAX_WHOLE_REPLY:
+                    pieces.append(chunk)
+                await response.write(chunk)
+            self._complete = True
+        except UpstreamError as e:
+            return await cut(self._request, response, e, self._call.dialect, sse=False)
+        await response.write_eof()
+        if n <= MAX_WHOLE_REPLY:
+            try:
+                add_whole(usage, orjson.loads(b"".join(pieces)))
+            except orjson.JSONDecodeError:
+                log.warning("the engine's reply to %s is not JSON", self._call.path)
+        return response
+
+    async def _whole_too_long(
+        self, upstream: UpstreamResponse, extra: list[tuple[str, str]], pieces: list[bytes]
+    ) -> web.StreamResponse:
+        response = await begin(self._request, upstream, extra)
+        try:
+            for piece in pieces:
+                await response.write(piece)
+            pieces.clear()
+            async for chunk in upstream.iter_any():
+                await response.write(chunk)
+            self._complete = True
+        except UpstreamError as e:
+            return await cut(self._request, response, e, self._call.dialect, sse=False)
+        await response.write_eof()
+        return response
+
+    # Books ---------------------------------------------------------------------------------------------------------
+
+    def _object(self, usage: Usage) -> bytes:
+        """The ``polykv`` object; what it says is settled with the pool first."""
+        self._learn_rate(usage)
+        self._settle(usage)
+        if usage.tps is not None:
+            self._turn.session.tps = usage.tps
+        return self._receipt.members(usage, self._turn.session.tps)
+
+    def _learn_rate(self, usage: Usage) -> None:
+        """Messages has no timings: the rate is what passed here between the first token and the last."""
+        if usage.tps is not None or self._call.dialect is not Dialect.MESSAGES or self._turn.first_s is None:
+            return
+        took_s = self._clock() - self._turn.first_s
+        if usage.predicted_n is not None and usage.predicted_n > 1 and took_s > 0:
+            usage.tps = (usage.predicted_n - 1) / took_s
+
+    def _settle(self, usage: Usage) -> None:
+        if self._plan is None or self._settled:
+            return
+        self._settled = True
+        self._receipt.miss_reason = self._control.settle(
+            self._plan,
+            Outcome(
+                status=self._status,
+                cache_n=usage.cache_n,
+                prompt_n=usage.prompt_n,
+                predicted_n=usage.predicted_n,
+                pool_n=usage.pool_n,
+                tps=usage.tps,
+            ),
+        )

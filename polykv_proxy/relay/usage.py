@@ -1,0 +1,61 @@
+"""What a reply says about itself, read from the shapes of the four dialects.
+
+Pure. ``timings`` are exact and win; ``usage`` fills in what is missing. Absent means unknown, never 0, except that the
+engine leaves ``pool_n`` out of ``timings`` when nothing is shared.
+"""
+
+from typing import Any
+
+from polykv_proxy.sessions import Usage
+
+
+def add_timings(usage: Usage, timings: Any) -> None:
+    if not isinstance(timings, dict):
+        return
+    usage.cache_n = _count(timings.get("cache_n"), usage.cache_n)
+    usage.prompt_n = _count(timings.get("prompt_n"), usage.prompt_n)
+    usage.predicted_n = _count(timings.get("predicted_n"), usage.predicted_n)
+    usage.pool_n = _count(timings.get("pool_n"), 0)
+    rate = timings.get("predicted_per_second")
+    if isinstance(rate, int | float) and (usage.predicted_n or 0) > 1:
+        usage.tps = float(rate)
+
+
+def add_openai(usage: Usage, said: Any) -> None:
+    """``usage`` of chat and completions (prompt_tokens, …) or of Responses (input_tokens, …)."""
+    if not isinstance(said, dict):
+        return
+    n_prompt = _count(said.get("prompt_tokens", said.get("input_tokens")), None)
+    details = said.get("prompt_tokens_details", said.get("input_tokens_details"))
+    cached = _count(details.get("cached_tokens"), None) if isinstance(details, dict) else None
+    if usage.cache_n is None and cached is not None:
+        usage.cache_n = cached
+        usage.prompt_n = n_prompt - cached if n_prompt is not None else None
+    if usage.predicted_n is None:
+        usage.predicted_n = _count(said.get("completion_tokens", said.get("output_tokens")), None)
+
+
+def add_anthropic(usage: Usage, said: Any) -> None:
+    """The prompt comes in ``message_start``, the final count of answered tokens in ``message_delta``."""
+    if not isinstance(said, dict):
+        return
+    usage.cache_n = _count(said.get("cache_read_input_tokens"), usage.cache_n)
+    usage.prompt_n = _count(said.get("input_tokens"), usage.prompt_n)
+    usage.predicted_n = _count(said.get("output_tokens"), usage.predicted_n)
+
+
+def add_whole(usage: Usage, reply: Any) -> None:
+    """The body of a reply that was not streamed; of several results the last."""
+    if isinstance(reply, list) and reply:
+        reply = reply[-1]
+    if not isinstance(reply, dict):
+        return
+    add_timings(usage, reply.get("timings"))
+    if reply.get("type") == "message":
+        add_anthropic(usage, reply.get("usage"))
+    else:
+        add_openai(usage, reply.get("usage"))
+
+
+def _count(value: Any, otherwise: int | None) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else otherwise

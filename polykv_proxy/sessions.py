@@ -1,0 +1,235 @@
+"""Who talks to us: the sessions, what they are attached to and what they last used.
+
+Pure: every method takes ``now_s`` (monotonic). Three windows, each counted from the end of the last turn: *live*
+(``gap_s``: holds its slot and its place in forecasts), *open* (``idle_s``, or ``anonymous_idle_s`` for one that the
+client did not name: its books are kept), *known* (``known_s``: only the name is kept, so that it can come back).
+
+Soft state by design: a session that is forgotten attaches again and prefills its own suffix.
+"""
+
+import secrets
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from polykv_proxy.conversation import Conversation, Mark
+from polykv_proxy.ids import PoolId, SessionId, SlotId
+
+State = Literal["idle", "waiting", "prefilling", "decoding", "closed"]
+
+
+@dataclass(slots=True)
+class Usage:
+    """What one reply said about itself. None: it did not say."""
+
+    cache_n: int | None = None
+    prompt_n: int | None = None
+    predicted_n: int | None = None
+    pool_n: int | None = None
+    tps: float | None = None
+
+    @property
+    def ctx_used(self) -> int | None:
+        if self.cache_n is None or self.prompt_n is None or self.predicted_n is None:
+            return None
+        return self.cache_n + self.prompt_n + self.predicted_n
+
+
+@dataclass(slots=True)
+class Session:
+    session_id: SessionId
+    named: bool
+    created_s: float
+    last_s: float
+    parent: SessionId | None = None
+    pool_id: PoolId | None = None
+    slot_id: SlotId | None = None
+    closed: bool = False
+    n_turns: int = 0
+    n_decoded: int = 0
+    ctx_used: int | None = None
+    ttft_ms: float | None = None
+    tps: float | None = None
+    mark: Mark | None = None
+    turns: "dict[int, Turn]" = field(default_factory=dict)
+
+    @property
+    def state(self) -> State:
+        if self.turns:
+            states = {t.state for t in self.turns.values()}
+            return "decoding" if "decoding" in states else "prefilling" if "prefilling" in states else "waiting"
+        return "closed" if self.closed else "idle"
+
+
+@dataclass(slots=True)
+class Turn:
+    """One running request of a session."""
+
+    turn_id: int
+    session: Session
+    begun_s: float
+    state: State = "waiting"
+    sent_s: float | None = None
+    first_s: float | None = None
+    slot_id: SlotId | None = None
+
+    def sent(self, now_s: float, slot_id: SlotId | None) -> None:
+        """The engine has it from here on."""
+        self.state, self.sent_s, self.slot_id = "prefilling", now_s, slot_id
+        if slot_id is not None:
+            self.session.slot_id = slot_id
+
+    def first_token(self, now_s: float) -> None:
+        self.state, self.first_s = "decoding", now_s
+        self.session.ttft_ms = (now_s - self.begun_s) * 1e3
+
+
+@dataclass(slots=True)
+class SessionBook:
+    gap_s: float = 60.0
+    idle_s: float = 900.0
+    anonymous_idle_s: float = 30.0
+    known_s: float = 86_400.0
+    max_known: int = 100_000
+    new_id: Callable[[], str] = lambda: secrets.token_hex(8)
+    _sessions: dict[SessionId, Session] = field(default_factory=dict)
+    _marks: dict[Mark, list[SessionId]] = field(default_factory=lambda: defaultdict(list))
+    _text_lengths: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    _n_turns: int = 0
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(self._sessions.values())
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    @property
+    def n_running(self) -> int:
+        return sum(len(s.turns) for s in self._sessions.values())
+
+    def get(self, session_id: SessionId) -> Session | None:
+        return self._sessions.get(session_id)
+
+    def name(self, session_id: SessionId, now_s: float, *, parent: SessionId | None = None) -> Session:
+        """The session the client named; new, known or reopened."""
+        session = self._sessions.get(session_id)
+        if session is None:
+            session = Session(session_id, True, now_s, now_s, parent=parent)
+            self._sessions[session_id] = session
+        session.closed = False
+        return session
+
+    def recognise(self, conversation: Conversation | None, now_s: float) -> Session | None:
+        """The idle unnamed session that this conversation continues: its messages, an assistant's answer, new ones.
+
+        The longest match wins. It is claimed by being run: a running session is never recognised again.
+        """
+        if conversation is None:
+            return None
+        lengths = sorted(self._text_lengths, reverse=True) if conversation.is_text else range(len(conversation), 0, -1)
+        for length in lengths:
+            if length > len(conversation) or not conversation.answered_at(length):
+                continue
+            for session_id in self._marks.get(conversation.mark_at(length), ()):
+                session = self._sessions[session_id]
+                if not session.turns and self.is_open(session, now_s):
+                    return session
+        return None
+
+    def make(self, now_s: float) -> Session:
+        """A session for a client that named none and was not recognised."""
+        session = Session(SessionId(f"anon-{self.new_id()}"), False, now_s, now_s)
+        self._sessions[session.session_id] = session
+        return session
+
+    def begin(self, session: Session, now_s: float) -> Turn:
+        self._n_turns += 1
+        turn = Turn(self._n_turns, session, now_s)
+        session.turns[turn.turn_id] = turn
+        session.n_turns += 1
+        session.last_s = now_s
+        self._forget_mark(session)
+        return turn
+
+    def end(self, turn: Turn, usage: Usage, now_s: float, *, said: Conversation | None = None) -> None:
+        """``said``: the prompt of a turn that the engine answered."""
+        session = turn.session
+        if session.turns.pop(turn.turn_id, None) is None:
+            return
+        session.last_s = now_s
+        if usage.ctx_used is not None:
+            session.ctx_used = usage.ctx_used
+        if usage.tps is not None:
+            session.tps = usage.tps
+        session.n_decoded += usage.predicted_n or 0
+        mark = said.mark() if said is not None and not session.named else None
+        if mark is not None and said is not None and self._sessions.get(session.session_id) is session:
+            session.mark = mark
+            self._marks[mark].append(session.session_id)
+            if mark.is_text:
+                self._text_lengths[mark.length] += 1
+
+    def displaced(self, session_id: SessionId) -> None:
+        session = self._sessions.get(session_id)
+        if session is not None:
+            session.slot_id = None
+
+    def is_live(self, session_id: SessionId, now_s: float) -> bool:
+        session = self._sessions.get(session_id)
+        return session is not None and (bool(session.turns) or now_s - session.last_s <= self.gap_s)
+
+    def is_open(self, session: Session, now_s: float) -> bool:
+        idle_s = self.idle_s if session.named else self.anonymous_idle_s
+        return not session.closed and (bool(session.turns) or now_s - session.last_s <= idle_s)
+
+    def live_in(self, pool_id: PoolId, now_s: float) -> list[Session]:
+        return [s for s in self if s.pool_id == pool_id and self.is_live(s.session_id, now_s)]
+
+    def released(self, pool_id: PoolId) -> None:
+        """The pool is off the tree: its sessions match anew at their next turn."""
+        for session in self._sessions.values():
+            if session.pool_id == pool_id:
+                session.pool_id = None
+
+    def engine_restarted(self) -> None:
+        for session in self._sessions.values():
+            session.slot_id = None
+
+    def drop(self, session_id: SessionId) -> Session | None:
+        """DELETE: nothing is known of it any more. A running turn ends by itself."""
+        session = self._sessions.pop(session_id, None)
+        if session is not None:
+            self._forget_mark(session)
+        return session
+
+    def sweep(self, now_s: float) -> list[SessionId]:
+        """Close the books of those that were idle too long; forget the oldest names. Returns who was closed now."""
+        closed = []
+        for session in list(self._sessions.values()):
+            if session.turns:
+                continue
+            if not session.closed and not self.is_open(session, now_s):
+                closed.append(session.session_id)
+                self._forget_mark(session)
+                session.closed, session.slot_id, session.pool_id = True, None, None
+                session.ctx_used = session.tps = session.ttft_ms = None
+            if session.closed and (not session.named or now_s - session.last_s > self.known_s):
+                del self._sessions[session.session_id]
+        names = [s for s in self._sessions.values() if s.closed]
+        for session in sorted(names, key=lambda s: s.last_s)[: max(0, len(self._sessions) - self.max_known)]:
+            del self._sessions[session.session_id]
+        return closed
+
+    def _forget_mark(self, session: Session) -> None:
+        mark, session.mark = session.mark, None
+        if mark is None:
+            return
+        owners = self._marks[mark]
+        owners.remove(session.session_id)
+        if not owners:
+            del self._marks[mark]
+        if mark.is_text:
+            self._text_lengths[mark.length] -= 1
+            if self._text_lengths[mark.length] <= 0:
+                del self._text_lengths[mark.length]

@@ -1,0 +1,196 @@
+"""Who may use which of llama-server's slots, first come first served.
+
+Pure: a question or a fact goes in, grants come out; waiting is the caller's business. The rules, in this order:
+
+1. A slot serves one request at a time. One that the engine may still be using is not handed out: pinned to a busy
+   slot, a request would block the engine's queue behind it.
+2. Strictly in order of arrival. A request for n choices waits until n slots are free, and nobody overtakes it.
+3. Which free slot: the session's own; else, of those that no live session owns, the one whose last conversation
+   this one begins with (longest first), else the longest unused; else the longest unused of all. The owner of a
+   slot taken that way is displaced, and named.
+4. Further slots of one request are the lowest free ones: the engine itself picks them that way.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+
+from polykv_proxy.conversation import Conversation, Mark
+from polykv_proxy.ids import SessionId, SlotId
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """A request for ``n`` slots."""
+
+    ticket_id: int
+    session: SessionId | None = None
+    n: int = 1
+    conversation: Conversation | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """``slots[0]`` is the one to name to the engine. ``displaced``: sessions that lost their slot by this."""
+
+    ticket: Ticket
+    slots: tuple[SlotId, ...]
+    displaced: tuple[SessionId, ...] = ()
+
+
+@dataclass(slots=True)
+class _Slot:
+    slot_id: SlotId
+    owner: SessionId | None = None
+    mark: Mark | None = None
+    ticket_id: int | None = None
+    used_s: float = 0.0
+    n_outside: int = 0
+    engine_busy: bool = False
+
+    @property
+    def free(self) -> bool:
+        return self.ticket_id is None and not self.n_outside and not self.engine_busy
+
+
+@dataclass(slots=True)
+class SlotBook:
+    """``is_live(session, now_s)``: whether a session still counts as using its slot between turns.
+
+    ``on_grants`` hears of every grant, whoever caused it (also one that follows from news of the engine).
+    """
+
+    is_live: Callable[[SessionId, float], bool] = lambda _session, _now_s: False
+    on_grants: Callable[[list[Grant]], None] | None = None
+    _slots: list[_Slot] = field(default_factory=list)
+    _waiting: OrderedDict[int, Ticket] = field(default_factory=OrderedDict)
+    _held: dict[int, Grant] = field(default_factory=dict)
+
+    @property
+    def n_slots(self) -> int:
+        return len(self._slots)
+
+    @property
+    def n_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def n_held(self) -> int:
+        return sum(1 for s in self._slots if s.ticket_id is not None)
+
+    @property
+    def unsure(self) -> bool:
+        """A slot is closed only because the engine may still be using it."""
+        return any(s.engine_busy and s.ticket_id is None for s in self._slots)
+
+    @property
+    def needs_look(self) -> bool:
+        """Somebody waits because of that."""
+        return bool(self._waiting) and self.unsure
+
+    def slot_of(self, session: SessionId) -> SlotId | None:
+        return next((s.slot_id for s in self._slots if s.owner == session), None)
+
+    def owner_of(self, slot_id: SlotId) -> SessionId | None:
+        return self._slots[slot_id].owner if 0 <= slot_id < len(self._slots) else None
+
+    def resize(self, n_slots: int, now_s: float) -> list[Grant]:
+        """The engine (re)started with so many slots. What runs keeps its ticket; nothing else is remembered."""
+        old = {s.slot_id: s for s in self._slots}
+        self._slots = [_Slot(SlotId(i)) for i in range(n_slots)]
+        for slot in self._slots:
+            before = old.get(slot.slot_id)
+            if before is not None:
+                slot.ticket_id, slot.n_outside = before.ticket_id, before.n_outside
+        return self._pump(now_s)
+
+    def request(self, ticket: Ticket, now_s: float) -> list[Grant]:
+        self._waiting[ticket.ticket_id] = ticket
+        return self._pump(now_s)
+
+    def withdraw(self, ticket_id: int, now_s: float) -> list[Grant]:
+        """Out of the queue, wherever it stood."""
+        return self._pump(now_s) if self._waiting.pop(ticket_id, None) else []
+
+    def release(self, ticket_id: int, now_s: float, *, unsure: bool = False) -> list[Grant]:
+        """``unsure``: the engine may still be at it (the client left); closed until seen idle."""
+        grant = self._held.pop(ticket_id, None)
+        if grant is None:
+            return []
+        mark = grant.ticket.conversation.mark() if grant.ticket.conversation else None
+        for slot in self._slots:
+            if slot.ticket_id == ticket_id:
+                slot.ticket_id, slot.used_s = None, now_s
+                slot.engine_busy = slot.engine_busy or unsure
+                slot.mark = mark
+        return self._pump(now_s)
+
+    def occupy(self, slot_id: SlotId) -> None:
+        """A request that names its slot itself runs there: honoured, and kept out of everybody's way."""
+        if 0 <= slot_id < len(self._slots):
+            self._slots[slot_id].n_outside += 1
+            self._slots[slot_id].owner = self._slots[slot_id].mark = None
+
+    def vacate(self, slot_id: SlotId, now_s: float, *, unsure: bool = False) -> list[Grant]:
+        if 0 <= slot_id < len(self._slots) and self._slots[slot_id].n_outside:
+            self._slots[slot_id].n_outside -= 1
+            self._slots[slot_id].engine_busy |= unsure
+        return self._pump(now_s)
+
+    def observe(self, busy: Collection[SlotId], now_s: float) -> list[Grant]:
+        """What the engine says right now. Slots in use here are known better."""
+        for slot in self._slots:
+            slot.engine_busy = slot.ticket_id is None and not slot.n_outside and slot.slot_id in busy
+        return self._pump(now_s)
+
+    def forget(self, sessions: Iterable[SessionId]) -> None:
+        """These sessions are over; their slots belong to nobody."""
+        gone = set(sessions)
+        for slot in self._slots:
+            if slot.owner in gone:
+                slot.owner = None
+
+    def _pump(self, now_s: float) -> list[Grant]:
+        grants = []
+        while self._waiting:
+            ticket = next(iter(self._waiting.values()))
+            free = [s for s in self._slots if s.free]
+            if len(free) < min(ticket.n, len(self._slots)) or not free:
+                break
+            del self._waiting[ticket.ticket_id]
+            grants.append(self._grant(ticket, free, now_s))
+        if grants and self.on_grants is not None:
+            self.on_grants(grants)
+        return grants
+
+    def _grant(self, ticket: Ticket, free: list[_Slot], now_s: float) -> Grant:
+        first = self._choose(ticket, free, now_s)
+        chosen = [first, *(s for s in free if s is not first)][: max(1, ticket.n)]
+        displaced = []
+        for slot in chosen:
+            if slot.owner is not None and slot.owner != ticket.session:
+                displaced.append(slot.owner)
+            slot.owner = ticket.session if slot is first else None
+            slot.mark, slot.ticket_id = None, ticket.ticket_id
+        for slot in self._slots:
+            if slot not in chosen and slot.ticket_id is None and ticket.session and slot.owner == ticket.session:
+                # It moved, its slot was closed when it asked: an idle session owns one slot.
+                slot.owner = None
+        grant = Grant(ticket, tuple(s.slot_id for s in chosen), tuple(displaced))
+        self._held[ticket.ticket_id] = grant
+        return grant
+
+    def _choose(self, ticket: Ticket, free: list[_Slot], now_s: float) -> _Slot:
+        if ticket.session is not None:
+            for slot in free:
+                if slot.owner == ticket.session:
+                    return slot
+
+        def fitness(slot: _Slot) -> tuple[bool, int, float]:
+            live = slot.owner is not None and self.is_live(slot.owner, now_s)
+            fits = 0
+            if not live and slot.mark is not None and ticket.conversation is not None:
+                fits = slot.mark.length if ticket.conversation.covers(slot.mark) else 0
+            return (live, -fits, slot.used_s)
+
+        return min(free, key=fitness)

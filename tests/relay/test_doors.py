@@ -1,0 +1,89 @@
+"""No spelling of a path reaches the engine's hooks or a control route by the back door."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from polykv_proxy.relay.doors import Door, door_of, target_of
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "/polykv/engine/stats",
+        "/polykv/engine",
+        "/polykv/engine/",
+        "/polykv//engine/stats",
+        "//polykv/engine/stats",
+        "/polykv/./engine/stats",
+        "/v1/../polykv/engine/stats",
+        "/polykv/pools/../engine/stats",
+        "/polykv%2fengine/stats",
+        "/polykv%2Fengine%2Fstats",
+        "/%70olykv/engine/stats",
+        "/polykv/%65ngine/stats",
+        "/polykv/%2565ngine/stats",
+        "/polykv/%2e%2e/polykv/engine/stats",
+        "/POLYKV/ENGINE/stats",
+        "/polykv;a=b/engine/stats",
+        "/polykv/engine;x/stats",
+        "/polykv\\engine\\stats",
+        "/polykv/engine/stats?x=1",
+        "/polykv/pools/%2e%2e/engine/stats",
+        "/polykv/pools/x%2f..%2f..%2fengine",
+        "/polykv/engine%00/stats",
+        "/polykv/engine%20/stats",
+        "//polykv/pools",
+        "/polykv/../polykv/pools",
+        "/Polykv/pools",
+        "/polykv/pools;x",
+        "/polykv%2fpools",
+    ],
+)
+def test_shut(target: str) -> None:
+    assert door_of(target) is Door.SHUT
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "/polykv/pools",
+        "/polykv/pools/3/fork",
+        "/polykv/pools/My-Pool",
+        "/polykv/pools/a%20b/pin",
+        "/polykv/sessions/Agent%3A1",
+        "/polykv/health?x=/../engine",
+        "/polykv/no-such-route",
+    ],
+)
+def test_ours(target: str) -> None:
+    assert door_of(target) is Door.OURS
+
+
+@pytest.mark.parametrize(
+    "target", ["/", "/v1/models", "/v1//x", "/a/../b", "/polykvx", "/x/polykv/engine", "/slots/0?a=b", "*"]
+)
+def test_the_rest_is_the_engines(target: str) -> None:
+    assert door_of(target) is Door.ENGINE
+
+
+@given(
+    st.lists(st.sampled_from(["/", "//", "/./", "%2f", "\\", "/x/../", ";p", "%252F"]), min_size=2, max_size=2),
+    st.data(),
+)
+def test_no_spelling_opens_the_engine(joints: list[str], data: st.DataObject) -> None:
+    words = [
+        "".join(data.draw(st.sampled_from([c, c.upper(), f"%{ord(c):02x}", f"%25{ord(c):02X}"])) for c in word)
+        for word in ("polykv", "engine")
+    ]
+    joint = joints[1] if "/" in joints[1] or "%2" in joints[1] or "\\" in joints[1] else joints[1] + "/"
+    first = joints[0] if joints[0].startswith(("/", "%2f", "\\")) else "/"
+    target = target_of(first + words[0] + joint + words[1] + "/stats")
+    assert door_of(target) is Door.SHUT
+
+
+def test_an_absolute_target_loses_its_authority_only() -> None:
+    assert target_of("http://evil/polykv/engine/stats?a") == "/polykv/engine/stats?a"
+    assert target_of("HTTP://x:1") == "/"
+    assert target_of("/v1/%41?b=%20") == "/v1/%41?b=%20"
+    assert target_of("*") == "*"

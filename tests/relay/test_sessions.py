@@ -1,0 +1,156 @@
+"""Sessions come, are recognised, go idle, are closed and come back; time is an argument."""
+
+from polykv_proxy.conversation import Conversation
+from polykv_proxy.ids import PoolId, SessionId, SlotId
+from polykv_proxy.sessions import Session, SessionBook, Usage
+
+USAGE = Usage(cache_n=100, prompt_n=10, predicted_n=20, tps=30.0)
+
+
+def chat(*texts: str) -> Conversation:
+    roles = ("user", "assistant")
+    return Conversation.of_messages(b"", [(roles[i % 2], t.encode()) for i, t in enumerate(texts)])
+
+
+def text(prompt: str) -> Conversation:
+    return Conversation.of_text(b"", prompt.encode())
+
+
+def run_turn(book: SessionBook, session: Session, said: Conversation | None, now_s: float = 0) -> None:
+    book.end(book.begin(session, now_s), USAGE, now_s, said=said)
+
+
+def test_a_turn_moves_through_its_states() -> None:
+    book = SessionBook()
+    session = book.name(SessionId("a"), 0)
+    assert session.state == "idle"
+    turn = book.begin(session, 1)
+    assert session.state == "waiting"
+    turn.sent(2, SlotId(3))
+    assert session.state == "prefilling"
+    turn.first_token(2.5)
+    assert (session.state, session.ttft_ms, session.slot_id) == ("decoding", 1500, 3)
+    book.end(turn, USAGE, 4)
+    assert (session.state, session.ctx_used, session.tps, session.n_decoded) == ("idle", 130, 30.0, 20)
+    book.end(turn, USAGE, 5)
+    assert session.n_decoded == 20
+
+
+def test_unknown_usage_leaves_the_last_known() -> None:
+    book = SessionBook()
+    session = book.name(SessionId("a"), 0)
+    run_turn(book, session, None)
+    book.end(book.begin(session, 1), Usage(), 2)
+    assert (session.ctx_used, session.tps) == (130, 30.0)
+
+
+def test_windows_live_open_known() -> None:
+    book = SessionBook(gap_s=60, idle_s=900, known_s=5000)
+    session = book.name(SessionId("a"), 0)
+    session.pool_id = PoolId(1)
+    turn = book.begin(session, 0)
+    assert book.is_live(session.session_id, 10_000)
+    assert book.sweep(10_000) == []
+    book.end(turn, USAGE, 10_000)
+    assert book.is_live(session.session_id, 10_060)
+    assert not book.is_live(session.session_id, 10_061)
+    assert book.sweep(10_900) == []
+    assert book.sweep(10_901) == ["a"]
+    assert (session.state, session.pool_id) == ("closed", None)
+    assert book.name(SessionId("a"), 11_000) is session
+    assert session.state == "idle"
+    run_turn(book, session, None, 11_000)
+    book.sweep(12_000)
+    assert book.get(SessionId("a")) is session
+    book.sweep(16_001)
+    assert book.get(SessionId("a")) is None
+
+
+def test_unnamed_sessions_go_after_their_own_window_entirely() -> None:
+    book = SessionBook(anonymous_idle_s=30)
+    session = book.make(0)
+    run_turn(book, session, chat("hi"), 0)
+    assert book.sweep(31) == [session.session_id]
+    assert len(book) == 0
+    assert book.recognise(chat("hi", "yes", "go"), 31) is None
+
+
+def test_a_continuation_is_recognised_and_claimed_by_one() -> None:
+    book = SessionBook()
+    session = book.make(0)
+    run_turn(book, session, chat("hi"))
+    following = chat("hi", "hello", "more")
+    assert book.recognise(following, 1) is session
+    turn = book.begin(session, 1)
+    assert book.recognise(following, 1) is None
+    book.end(turn, USAGE, 2, said=following)
+    assert book.recognise(following, 2) is None
+    assert book.recognise(chat("hi", "hello", "more", "sure", "go on"), 2) is session
+
+
+def test_a_repeated_question_is_no_continuation() -> None:
+    book = SessionBook()
+    run_turn(book, book.make(0), chat("hi"))
+    assert book.recognise(chat("hi"), 1) is None
+    user_twice = Conversation.of_messages(b"", [("user", b"hi"), ("user", b"hello?")])
+    assert book.recognise(user_twice, 1) is None
+
+
+def test_the_longest_match_wins() -> None:
+    book = SessionBook()
+    short, long = book.make(0), book.make(0)
+    run_turn(book, short, chat("hi"))
+    run_turn(book, long, chat("hi", "yes", "more"))
+    assert book.recognise(chat("hi", "yes", "more", "ok", "go"), 1) is long
+    assert book.recognise(chat("hi", "no", "why"), 1) is short
+
+
+def test_plain_prompts_are_recognised_by_their_text() -> None:
+    book = SessionBook()
+    session = book.make(0)
+    run_turn(book, session, text("Once upon"))
+    assert book.recognise(text("Once upon a time"), 1) is session
+    assert book.recognise(text("Once upo"), 1) is None
+    assert book.recognise(text("Once upon"), 1) is None
+    assert book.recognise(Conversation.of_text(b"other", b"Once upon a time"), 1) is None
+
+
+def test_a_failed_turn_is_not_continued() -> None:
+    book = SessionBook()
+    session = book.make(0)
+    run_turn(book, session, None)
+    assert book.recognise(chat("hi", "yes", "go"), 1) is None
+
+
+def test_named_sessions_are_never_recognised_by_content() -> None:
+    book = SessionBook()
+    run_turn(book, book.name(SessionId("a"), 0), chat("hi"))
+    assert book.recognise(chat("hi", "yes", "go"), 1) is None
+
+
+def test_delete_while_running_leaves_nothing() -> None:
+    book = SessionBook()
+    session = book.make(0)
+    turn = book.begin(session, 0)
+    assert book.drop(session.session_id) is session
+    book.end(turn, USAGE, 1, said=chat("hi"))
+    assert book.recognise(chat("hi", "yes", "go"), 2) is None
+    assert len(book) == 0
+
+
+def test_names_are_bounded() -> None:
+    book = SessionBook(max_known=10)
+    for i in range(50):
+        run_turn(book, book.name(SessionId(str(i)), i), None, i)
+    book.sweep(2000)
+    assert sorted(int(s.session_id) for s in book) == list(range(40, 50))
+
+
+def test_release_and_restart_detach() -> None:
+    book = SessionBook()
+    session = book.name(SessionId("a"), 0)
+    session.pool_id, session.slot_id = PoolId(4), SlotId(1)
+    assert book.live_in(PoolId(4), 1) == [session]
+    book.released(PoolId(4))
+    book.engine_restarted()
+    assert (session.pool_id, session.slot_id) == (None, None)
