@@ -8,7 +8,7 @@ import sys
 
 import typer
 
-from polykv_proxy.cli import engine, model, serve, up
+from polykv_proxy.cli import engine, model, pools, serve, up
 
 app = typer.Typer(
     name="polykvctl",
@@ -19,6 +19,7 @@ app = typer.Typer(
 )
 app.command("up")(up.up)
 app.command("serve")(serve.serve)
+app.add_typer(pools.app, name="pools")
 app.add_typer(engine.app, name="engine")
 app.add_typer(model.app, name="model")
 

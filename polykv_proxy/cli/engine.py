@@ -7,27 +7,28 @@ from typing import Annotated
 
 import typer
 
+from polykv_proxy.cli.output import AsJson
+
 app = typer.Typer(no_args_is_help=True, help="Fetch, patch and build llama-server.")
 
 Stock = Annotated[bool, typer.Option("--stock", help="The same tree without our patches, for comparisons.")]
-Json = Annotated[bool, typer.Option("--json", help="Machine-readable on stdout, nothing else there.")]
 
 
 @app.command("build")
-def build(stock: Stock = False, as_json: Json = False) -> None:
+def build(stock: Stock = False, as_json: AsJson = False) -> None:
     """Build llama-server into the per-user cache; returns at once when it is there already."""
     path = _ensure(stock)
     typer.echo(json.dumps({"path": str(path), "stock": stock}) if as_json else path)
 
 
 @app.command("path")
-def path(stock: Stock = False, as_json: Json = False) -> None:
+def path(stock: Stock = False, as_json: AsJson = False) -> None:
     """Print the path of the binary; builds it first if needed (progress goes to stderr)."""
     build(stock=stock, as_json=as_json)
 
 
 @app.command("info")
-def info(stock: Stock = False, as_json: Json = False) -> None:
+def info(stock: Stock = False, as_json: AsJson = False) -> None:
     """Print commit, patches, flags and path of the binary that belongs to them; builds nothing."""
     from polykv_proxy.engine.build import describe_engine
 

@@ -1,9 +1,10 @@
 """``polykvctl model``: the chat model of tests and demo."""
 
 import json
-from typing import Annotated
 
 import typer
+
+from polykv_proxy.cli.output import AsJson
 
 app = typer.Typer(no_args_is_help=True, help="The chat model of tests and demo.")
 
@@ -15,7 +16,7 @@ def _group() -> None:
 
 @app.command("path")
 def path(
-    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable on stdout, nothing else there.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Print the path of SmolLM2-135M-Instruct (GGUF); fetches it into the per-user cache first if needed."""
     from polykv_proxy.engine.model import CHAT_MODEL, ensure_model

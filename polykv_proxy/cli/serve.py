@@ -1,9 +1,12 @@
 """``polykvctl serve``: the proxy alone, beside an engine that already runs."""
 
+import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from polykv_proxy.cli.output import AdminKey, AsJson
 
 
 def serve(
@@ -15,19 +18,30 @@ def serve(
     state: Annotated[
         str | None, typer.Option("--state", help="Journal of the pools; ':memory:' keeps nothing.")
     ] = None,
-    admin_key: Annotated[
-        str | None, typer.Option("--admin-key", envvar="POLYKV_ADMIN_KEY", help="Control-plane key.")
-    ] = None,
+    admin_key: AdminKey = None,
     config: Annotated[Path | None, typer.Option("--config", help="TOML file with settings.")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Run the proxy in front of a llama-server that already runs.
 
     Every setting has an environment variable too (POLYKV_HOST, POLYKV_UPSTREAM_URL, …); a flag beats it.
     """
-    from polykv_proxy.app import run
+    import logging
+
     from polykv_proxy.config import load_settings
+    from polykv_proxy.engine.local import choose_port
 
     settings = load_settings(
         config, upstream_url=upstream, host=host, port=port, mode=mode, state=state, admin_key=admin_key
     )
-    run(settings)
+    if settings.port:
+        choose_port(settings.host, settings.port, flag="--port")
+
+    from polykv_proxy.app import run  # after the checks: a wrong setting is told before the heavy imports
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+    def ready(url: str) -> None:
+        print(json.dumps({"proxy": url, "upstream": settings.upstream_url}) if as_json else f"proxy  {url}", flush=True)
+
+    run(settings, ready=ready)

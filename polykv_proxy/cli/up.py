@@ -9,9 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from polykv_proxy.cli.output import AdminKey, AsJson
+
 if TYPE_CHECKING:
     from polykv_proxy.config import Settings
     from polykv_proxy.engine.supervisor import Child
+
+# The proxy lets running turns finish for a minute; a second Ctrl-C ends them.
+_DRAIN_S = 65.0
 
 
 def up(
@@ -31,15 +36,13 @@ def up(
     state: Annotated[
         str | None, typer.Option("--state", help="Journal of the pools; ':memory:' keeps nothing.")
     ] = None,
-    admin_key: Annotated[
-        str | None, typer.Option("--admin-key", envvar="POLYKV_ADMIN_KEY", help="Control-plane key.")
-    ] = None,
+    admin_key: AdminKey = None,
     config: Annotated[Path | None, typer.Option("--config", help="TOML file with settings of the proxy.")] = None,
     engine: Annotated[
         Path | None,
         typer.Option("--engine", envvar="POLYKV_ENGINE", help="llama-server to run; default: build ours if needed."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One line on stdout once both are ready.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Start a local engine and the proxy; Ctrl-C or SIGTERM stops both."""
     from polykv_proxy.cli.progress import BuildProgress
@@ -105,6 +108,7 @@ def _proxy_child(settings: "Settings", config: Path | None) -> "Child":
         # Keys travel in the environment: command lines can be read by everybody on the machine.
         environment={"POLYKV_ADMIN_KEY": settings.admin_key.get_secret_value()} if settings.admin_key else {},
         orphan_signal=signal.SIGTERM,
+        stop_patience_s=_DRAIN_S,
     )
 
 

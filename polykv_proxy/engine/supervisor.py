@@ -6,6 +6,7 @@ One thread, one loop, no clock but ``time.monotonic``. Rules:
 2. A child that dies later is started again after 1, 2, 4 … 30 s; a minute of life makes the wait short again.
 3. No orphans: children are stopped when the loop ends for whatever reason, and where the kernel offers it (Linux) they
    get a signal when we are killed without a chance to stop them.
+4. Stopping is SIGTERM and patience, then SIGKILL. Asked a second time, a child gets a second SIGTERM and two seconds.
 """
 
 import ctypes
@@ -25,7 +26,7 @@ from polykv_proxy.engine.problem import EngineProblem
 
 _TICK_S = 0.1
 _FIRST_WAIT_S, _LONGEST_WAIT_S, _STEADY_AFTER_S = 1.0, 30.0, 60.0
-_STOP_PATIENCE_S = 10.0
+_HURRY_S = 2.0
 _LOG_LINES = 12
 _PR_SET_PDEATHSIG = 1
 
@@ -37,7 +38,10 @@ def backoff_s(n_quick_deaths: int) -> float:
 
 @dataclass
 class Child:
-    """One process to keep alive. ``ready_url`` answers 200 once it can work; ``log`` None = our own stderr."""
+    """One process to keep alive.
+
+    ``ready_url`` answers 200 once it can work. ``log`` takes all it says; None = its stderr is ours.
+    """
 
     name: str
     command: Sequence[str]
@@ -46,6 +50,7 @@ class Child:
     ready_headers: Mapping[str, str] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
     orphan_signal: signal.Signals = signal.SIGKILL
+    stop_patience_s: float = 10.0
 
     process: subprocess.Popen[bytes] | None = None
     started_s: float = 0.0
@@ -58,16 +63,16 @@ class Child:
         return self.process.pid
 
     def start(self) -> None:
-        out: int = sys.stderr.fileno()
+        out, errors = subprocess.DEVNULL, None
         if self.log is not None:
             self.log.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            out = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            out = errors = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         try:
             self.process = subprocess.Popen(
                 list(self.command),
                 stdin=subprocess.DEVNULL,
                 stdout=out,
-                stderr=out,
+                stderr=errors,
                 env=os.environ | dict(self.environment),
                 start_new_session=True,  # Ctrl-C at the terminal reaches only us: we stop them in order
                 preexec_fn=_die_with(os.getpid(), self.orphan_signal),  # noqa: PLW1509 - we have no threads
@@ -107,7 +112,7 @@ class Supervisor:
         self._n_asked_to_stop = 0  # a plain number: locks are not for signal handlers
 
     def ask_to_stop(self) -> None:
-        """Safe in a signal handler; the second call ends the patience with children that take their time."""
+        """Safe in a signal handler; the second call ends the patience."""
         self._n_asked_to_stop += 1
 
     def run(self, when_ready: Callable[[], None]) -> None:
@@ -146,9 +151,14 @@ class Supervisor:
         if process is None or process.poll() is not None:
             return
         process.terminate()
-        give_up_s = time.monotonic() + _STOP_PATIENCE_S
+        give_up_s = time.monotonic() + child.stop_patience_s
+        hurried = False
         while process.poll() is None:
-            if time.monotonic() >= give_up_s or self._n_asked_to_stop > 1:
+            if self._n_asked_to_stop > 1 and not hurried:
+                hurried = True
+                process.terminate()
+                give_up_s = min(give_up_s, time.monotonic() + _HURRY_S)
+            if time.monotonic() >= give_up_s:
                 process.kill()
                 process.wait()
             time.sleep(_TICK_S / 2)

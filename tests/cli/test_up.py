@@ -1,0 +1,166 @@
+"""``polykvctl up`` and ``serve`` as people and scripts run them: a real llama-server, the real proxy, signals."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.engine
+
+POLYKVCTL = [sys.executable, "-m", "polykv_proxy.cli"]
+READY_WITHIN_S = 60
+
+
+@contextmanager
+def up(tmp_path: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
+    """A running ``up --json`` on free ports, with its one line; ended hard if the test left it running."""
+    command = [*POLYKVCTL, "up", "--json", "--port", "0", "--engine-port", "0", "--ctx", "2048"]
+    command += ["--state", str(tmp_path / "pools.db"), *arguments]
+    with (tmp_path / "stderr").open("w") as errors:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment())
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line, (tmp_path / "stderr").read_text()
+        yield process, json.loads(line)
+    finally:
+        process.kill()
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+def environment() -> dict[str, str]:
+    """Ours without settings of the person who runs the tests; ``POLYKV_TEST_ENGINE`` names a binary instead of ours."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("POLYKV_")}
+    for ours in ("POLYKV_CACHE", "POLYKV_CMAKE_ARGS"):
+        kept |= {ours: os.environ[ours]} if ours in os.environ else {}
+    if engine := os.environ.get("POLYKV_TEST_ENGINE"):
+        kept["POLYKV_ENGINE"] = engine
+    return kept
+
+
+def get(url: str, body: Any = None) -> Any:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data=data, headers={"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        return json.load(answer)
+
+
+def answers(url: str) -> bool:
+    try:
+        get(url)
+    except (urllib.error.URLError, OSError):
+        return False
+    return True
+
+
+def wait_for(condition: Callable[[], bool], *, within_s: float = 20) -> None:
+    end_s = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < end_s, "it did not happen in time"
+        time.sleep(0.05)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_one_line_of_json_comes_when_both_are_ready_and_sigterm_ends_both(tmp_path: Path) -> None:
+    with up(tmp_path) as (process, facts):
+        assert set(facts) == {"proxy", "engine", "engine_pid", "proxy_pid"}
+        assert get(f"{facts['engine']}/health")["status"] == "ok"
+        assert get(f"{facts['proxy']}/polykv/health")["engine"]["reachable"] is True
+        body = {"messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 4}
+        assert get(f"{facts['proxy']}/v1/chat/completions", body)["choices"]
+
+        process.terminate()
+        assert process.wait(20) == 0
+        assert process.stdout is not None
+        assert process.stdout.read() == ""
+        assert not is_alive(facts["engine_pid"])
+        assert not is_alive(facts["proxy_pid"])
+
+
+def test_engine_that_dies_comes_back_on_its_port(tmp_path: Path) -> None:
+    with up(tmp_path) as (process, facts):
+        os.kill(facts["engine_pid"], signal.SIGKILL)
+        wait_for(lambda: not answers(f"{facts['engine']}/health"))
+        wait_for(lambda: answers(f"{facts['engine']}/health"))
+        wait_for(lambda: answers(f"{facts['proxy']}/polykv/health"))
+
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 0
+    assert "the engine died (SIGKILL), starting it again in 1 s" in (tmp_path / "stderr").read_text()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells children that their parent died")
+def test_killed_without_warning_it_leaves_nobody_behind(tmp_path: Path) -> None:
+    with up(tmp_path) as (process, facts):
+        process.kill()
+        process.wait()
+        wait_for(lambda: not answers(f"{facts['engine']}/health"))
+        wait_for(lambda: not answers(f"{facts['proxy']}/polykv/health"))
+
+
+def test_more_arguments_reach_the_engine(tmp_path: Path) -> None:
+    with up(tmp_path, "--parallel", "2", "--", "--alias", "named-by-us") as (_, facts):
+        assert get(f"{facts['engine']}/v1/models")["data"][0]["id"] == "named-by-us"
+        assert get(f"{facts['engine']}/props")["total_slots"] == 2
+
+
+def test_engine_that_refuses_its_flags_is_an_error_with_its_last_words(tmp_path: Path) -> None:
+    done = run(
+        "up", "--json", "--port", "0", "--engine-port", "0", "--state", str(tmp_path / "x.db"), "--", "--nonsense"
+    )
+
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert "invalid argument: --nonsense" in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("polykvctl: the engine ended at start (status 1); its log: ")
+
+
+@pytest.mark.parametrize("flag", ["--port", "--engine-port"])
+def test_port_in_use_is_one_line_that_names_the_flag(flag: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        done = run("up", flag, str(port), "--engine-port" if flag == "--port" else "--port", "0")
+
+    assert done.returncode == 1
+    assert (
+        done.stderr
+        == f"polykvctl: 127.0.0.1:{port} cannot be used (Address already in use): choose another with {flag}\n"
+    )
+
+
+def test_wrong_usage_is_one_line_and_status_2(tmp_path: Path) -> None:
+    missing = run("up", "--model", str(tmp_path / "no.gguf"))
+    setting = run("serve", "--upstream", "ftp://here")
+
+    assert (missing.returncode, setting.returncode) == (2, 2)
+    assert missing.stderr == f"polykvctl up: Invalid value for --model: there is no file {tmp_path / 'no.gguf'}\n"
+    assert setting.stderr.startswith("polykvctl: --upstream-url: must be like http://127.0.0.1:8080")
+    assert len(setting.stderr.splitlines()) == 1
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*POLYKVCTL, *arguments], capture_output=True, text=True, check=False, timeout=READY_WITHIN_S, env=environment()
+    )
