@@ -36,7 +36,7 @@ def _root(version: bool = typer.Option(False, "--version", help="Print the versi
 def main() -> None:
     """Entry point: turns whatever went wrong into one line and the right exit status."""
     try:
-        status = app(standalone_mode=False)
+        status = app(prog_name="polykvctl", standalone_mode=False)
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:

@@ -11,7 +11,7 @@ from polykv_proxy.cli.output import AdminKey, AsJson
 
 def serve(
     *,
-    upstream: Annotated[str | None, typer.Option("--upstream", help="URL of the llama-server.")] = None,
+    upstream: Annotated[str | None, typer.Option("--upstream", "--upstream-url", help="The llama-server.")] = None,
     host: Annotated[str | None, typer.Option("--host", help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option("--port", help="Port to listen on; 0 = a free one.")] = None,
     mode: Annotated[str | None, typer.Option("--mode", help="auto or explicit.")] = None,
