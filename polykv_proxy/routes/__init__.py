@@ -1,1 +1,21 @@
+"""The control plane, ``/polykv/*``: parse, ask control, answer. No state and no decision in here.
 
+pools     create, fork, show, release, match
+sessions  who is attached where
+health    readiness
+body      strict bodies, errors that name the field
+answers   JSON, and errors in the shape of the contract
+guard     keys, the loopback rule, foreign Host and Origin
+"""
+
+from aiohttp import web
+
+from polykv_proxy.control import Control
+from polykv_proxy.routes.health import health_routes
+from polykv_proxy.routes.pools import pool_routes
+from polykv_proxy.routes.sessions import session_routes
+
+
+def add_routes(app: web.Application, control: Control) -> None:
+    """Put the control plane's routes on an application."""
+    app.router.add_routes([*pool_routes(control), *session_routes(control), *health_routes(control)])

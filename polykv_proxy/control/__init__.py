@@ -1,0 +1,16 @@
+"""Control: the one writer of state, between the doors (relay, routes) and the pure rooms (tree, gate, upstream).
+
+core       ``Control``: plan → perform → commit or drop
+watch      what the engine is: reachable, patched, which start of it
+residency  what the engine holds, and single flight
+attach     which pool a request gets, how far, and why not further
+sources    from prompts, messages and sessions to tokens
+seen       conversations that need not be rendered again (pure)
+views      questions, answered as JSON
+orders     what can be asked, as values
+"""
+
+from polykv_proxy.control.core import Control
+from polykv_proxy.control.orders import AttachPlan, AttachRequest, CreatePool, ForkPool, Outcome, Source
+
+__all__ = ["AttachPlan", "AttachRequest", "Control", "CreatePool", "ForkPool", "Outcome", "Source"]

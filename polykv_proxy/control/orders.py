@@ -1,0 +1,95 @@
+"""What control can be asked, as plain values: the routes and the relay build them, control carries them out."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from polykv_proxy.errors import InvariantError
+from polykv_proxy.ids import PoolId, SeqId, SessionId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Where a pool's tokens come from: exactly one of the five.
+
+    ``own_tokens`` are [D, L) of a fork; all others give the full prefix [0, L).
+    """
+
+    tokens: list[int] | None = None
+    own_tokens: list[int] | None = None
+    prompt: str | list[int | str] | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    from_session: SessionId | None = None
+
+    def __post_init__(self) -> None:
+        given = (self.tokens, self.own_tokens, self.prompt, self.messages, self.from_session)
+        if sum(x is not None for x in given) != 1:
+            raise InvariantError("a source has exactly one of its five kinds")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CreatePool:
+    source: Source
+    name: str | None = None
+    pin: bool = False
+    ttl_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForkPool:
+    """``branch_pos`` None: where it diverges (``own_tokens``: at the parent's end). ``exact``: refuse another one."""
+
+    source: Source
+    branch_pos: int | None = None
+    exact: bool = False
+    name: str | None = None
+    pin: bool = False
+    ttl_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttachRequest:
+    """One attachable request. ``explicit``: it carried a field of the contract; ``strict``: no such pool is a 404."""
+
+    path: str
+    body: dict[str, Any]
+    pool_ref: int | str | None = None
+    explicit_p: int | None = None
+    legacy_slot: int | None = None
+    session: SessionId | None = None
+    explicit: bool = False
+    strict: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttachPlan:
+    """What to tell the engine. ``pool_id`` None: unpooled, and ``miss_reason`` says why.
+
+    ``prefix_n_tokens``     the P expected. ``exact``: the prompt was rendered and compared, so P is also the limit to
+                            send; else it is an upper estimate and the engine is left to compare (-1)
+    ``seq_id, gen, epoch``  which sequence, and for which content and which start of the engine this was meant
+    ``miss_reason``         also set on a partial hit (``diverged``)
+    """
+
+    pool_id: PoolId | None = None
+    prefix_n_tokens: int = 0
+    exact: bool = True
+    miss_reason: str | None = None
+    seq_id: SeqId | None = None
+    gen: int | None = None
+    epoch: str | None = None
+    asked: PoolId | None = None
+    """The pool this was about, also when nothing came of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How a request ended, as far as its reply told; None = it did not say."""
+
+    status: int | None = None
+    cache_n: int | None = None
+    prompt_n: int | None = None
+    predicted_n: int | None = None
+    pool_n: int | None = None
+    tps: float | None = None

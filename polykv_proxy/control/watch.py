@@ -1,0 +1,154 @@
+"""What is known about the engine: reachable, patched, which start of it, what its stats said last.
+
+One place reads the stats. Whoever needs fresh ones asks ``refresh``; questions at the same time share one answer. A
+slow heartbeat asks too, so that a restart or a death is noticed when nobody is talking. A new epoch is told to
+everybody who keeps books about sequences and slots, before anything else is done with the answer.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Literal
+
+from polykv_proxy.errors import EngineUnpatched, PolyKVError, SharingUnsupported, UpstreamLoading, UpstreamUnavailable
+from polykv_proxy.upstream import EngineClient, Stats
+
+log = logging.getLogger("polykv.engine")
+
+State = Literal["unknown", "ready", "loading", "away"]
+
+HEARTBEAT_S = 1.0
+
+
+class EngineWatch:
+    """``on_restart(stats)``: a new epoch was seen. ``on_plain(n_slots)``: an engine without hooks was seen.
+
+    ``beat``: called once per heartbeat while the engine is patched and ready.
+    """
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        *,
+        on_restart: Callable[[Stats], None],
+        on_plain: Callable[[int], None],
+        beat: Callable[[], Awaitable[None]],
+        heartbeat_s: float = HEARTBEAT_S,
+    ):
+        self.engine = engine
+        self.state: State = "unknown"
+        self.hooks: bool | None = None
+        self.epoch: str | None = None
+        self.stats: Stats | None = None
+        self.failure: PolyKVError | None = None
+        self._on_restart, self._on_plain, self._beat = on_restart, on_plain, beat
+        self._heartbeat_s = heartbeat_s
+        self._asking: asyncio.Task[Stats | None] | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Ask once and go on asking. An engine that is not there yet is no reason not to start."""
+        await self._try_refresh()
+        self._task = asyncio.create_task(self._run(), name="polykv-heartbeat")
+
+    async def stop(self) -> None:
+        tasks = [t for t in (self._task, self._asking) if t is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def refresh(self) -> Stats | None:
+        """Fresh stats; None for an engine without hooks. A question that is already out is shared only before it left.
+
+        Raises:  UpstreamUnavailable, UpstreamLoading, UpstreamTimeout, UpstreamError
+        """
+        if self._asking is not None and not self._asking.done():
+            # Its answer may be older than this question: wait for it, then ask again together with the others.
+            await asyncio.wait([self._asking])
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.create_task(self._ask(), name="polykv-stats")
+        return await asyncio.shield(self._asking)
+
+    async def require_patched(self) -> Stats:
+        """Fresh stats of an engine that can hold pools.
+
+        Raises:  EngineUnpatched (501), and as ``refresh``
+        """
+        stats = await self.refresh()
+        if stats is None:
+            raise self.failure or EngineUnpatched("this llama-server has no PolyKV hooks")
+        return stats
+
+    async def require_sharing(self) -> Stats:
+        """As ``require_patched``, and the model and its cache layout can share.
+
+        Raises:  SharingUnsupported (501)
+        """
+        stats = await self.require_patched()
+        if not stats.sleeping and stats.share != "ok":
+            raise SharingUnsupported(f"pools cannot be shared here: {stats.share}")
+        return stats
+
+    # ---------------------------------------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(self._heartbeat_s)
+            await self._try_refresh()
+            if self.state == "ready" and self.hooks:
+                try:
+                    await self._beat()
+                except PolyKVError as e:
+                    log.warning("heartbeat: %s", e.message)
+
+    async def _try_refresh(self) -> None:
+        before = (self.state, self.hooks)
+        try:
+            await self.refresh()
+        except PolyKVError as e:
+            if (self.state, self.hooks) != before:
+                log.warning("engine %s: %s", self.state, e.message)
+            return
+        if (self.state, self.hooks) != before:
+            log.info("engine %s, hooks %s, epoch %s", self.state, self.hooks, self.epoch)
+
+    async def _ask(self) -> Stats | None:
+        try:
+            stats = await self.engine.stats()
+        except EngineUnpatched as e:
+            self.failure = e
+            await self._ask_plain()
+            return None
+        except PolyKVError as e:
+            self._failed(e)
+            raise
+        self.failure, self.state, self.hooks = None, "ready", True
+        if stats.sleeping and not stats.epoch:
+            return stats
+        self.stats = stats
+        if stats.epoch != self.epoch:
+            if self.epoch is not None:
+                log.warning("the engine was restarted (epoch %s, was %s)", stats.epoch, self.epoch)
+            self.epoch = stats.epoch
+            self._on_restart(stats)
+        return stats
+
+    async def _ask_plain(self) -> None:
+        """A llama-server without hooks: only its slots are known."""
+        try:
+            props = await self.engine.props()
+        except PolyKVError as e:
+            self._failed(e)
+            raise
+        new = self.hooks is not False or self.state != "ready"
+        self.hooks, self.state, self.stats, self.epoch = False, "ready", None, None
+        if new:
+            n_slots = props.get("total_slots")
+            self._on_plain(n_slots if isinstance(n_slots, int) else 1)
+
+    def _failed(self, error: PolyKVError) -> None:
+        self.failure = error
+        if isinstance(error, UpstreamLoading):
+            self.state = "loading"
+        elif isinstance(error, UpstreamUnavailable):
+            self.state = "away"

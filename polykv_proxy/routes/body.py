@@ -1,0 +1,138 @@
+"""Bodies of the control plane: strict, and a wrong one is told what is wrong with it and where.
+
+``null`` is the same as absent. Unknown fields are refused by name: a misspelled ``branch_pos`` must not be ignored.
+"""
+
+from typing import Annotated, Any, TypeVar
+
+import orjson
+from aiohttp import web
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, ValidationError
+
+from polykv_proxy.control import Source
+from polykv_proxy.errors import InvalidJson, RequestError
+from polykv_proxy.ids import SessionId
+
+_SOURCES = ("tokens", "own_tokens", "prompt", "messages", "from_session")
+MAX_TTL_S = 10 * 365 * 86400.0
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+
+class SourceFields(_Body):
+    """Where tokens come from."""
+
+    tokens: list[StrictInt] | None = None
+    prompt: StrictStr | list[StrictInt | StrictStr] | None = None
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1)] | None = None
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def one_source(self) -> None:
+        """Check that exactly one source is there. Raises RequestError."""
+        allowed = [name for name in _SOURCES if name in type(self).model_fields]
+        given = [name for name in allowed if getattr(self, name) is not None]
+        if len(given) != 1:
+            listed = ", ".join(allowed)
+            if not given:
+                raise RequestError(f"one of {listed} is needed")
+            raise RequestError(f"only one of {listed} can be given, not {' and '.join(given)}", param=given[1])
+        if self.messages is None:
+            for name in ("tools", "chat_template_kwargs"):
+                if getattr(self, name) is not None:
+                    raise RequestError(f"{name} only go with messages", param=name)
+
+
+class _Pool(SourceFields):
+    from_session: Annotated[StrictStr, Field(min_length=1, max_length=256)] | None = None
+    name: StrictStr | None = None
+    pin: StrictBool | None = None
+    ttl_s: Annotated[float, Field(ge=0, le=MAX_TTL_S, strict=True)] | None = None
+
+    def source(self) -> Source:
+        """The source as control wants it. Raises RequestError."""
+        self.one_source()
+        return Source(
+            tokens=self.tokens,
+            own_tokens=getattr(self, "own_tokens", None),
+            prompt=self.prompt,
+            messages=self.messages,
+            tools=self.tools,
+            chat_template_kwargs=self.chat_template_kwargs,
+            from_session=SessionId(self.from_session) if self.from_session is not None else None,
+        )
+
+
+class CreateBody(_Pool):
+    """``POST /polykv/pools``."""
+
+
+class ForkBody(_Pool):
+    """``POST /polykv/pools/{id}/fork``."""
+
+    own_tokens: list[StrictInt] | None = None
+    branch_pos: Annotated[StrictInt, Field(ge=0, lt=2**31)] | None = None
+    exact: StrictBool | None = None
+
+
+class MatchBody(SourceFields):
+    """``POST /polykv/match``. ``pool_id``: compare with this pool instead of looking for the deepest."""
+
+    pool_id: StrictInt | Annotated[StrictStr, Field(min_length=1, max_length=256)] | None = None
+
+
+Read = TypeVar("Read", bound=_Body)
+
+
+async def read_body(request: web.Request, model: type[Read]) -> Read:
+    """Read and check a body.
+
+    Raises:  InvalidJson (400) with the position, RequestError (400) naming the field, HTTPRequestEntityTooLarge
+    """
+    if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+        raise RequestError("compressed bodies are not read here")
+    raw = await request.read()
+    if not raw.strip():
+        raise InvalidJson("a JSON object is needed, the body is empty", position=0, line=1, column=1)
+    try:
+        parsed = orjson.loads(raw)
+    except orjson.JSONDecodeError as e:
+        raise InvalidJson(
+            f"the body is not valid JSON: {e.msg} at line {e.lineno} column {e.colno}",
+            position=e.pos,
+            line=e.lineno,
+            column=e.colno,
+        ) from e
+    if not isinstance(parsed, dict):
+        raise RequestError("the body must be a JSON object")
+    try:
+        return model.model_validate(parsed)
+    except ValidationError as e:
+        raise _named(e) from e
+
+
+def _named(error: ValidationError) -> RequestError:
+    """The first thing that is wrong, with the field's path as a person would write it."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    field = str(first["loc"][0]) if first["loc"] else None
+    if first["type"] == "extra_forbidden":
+        return RequestError(f"unknown field {field!r}", param=field)
+    if field in ("prompt", "pool_id"):
+        wanted = {"prompt": "a string, or a list of token ids and strings", "pool_id": "a pool's id or its name"}
+        return RequestError(f"{field} must be {wanted[field]}", param=field)
+    path = str(field)
+    for part in first["loc"][1:]:
+        path += f"[{part}]" if isinstance(part, int) else f".{part}"
+    return RequestError(f"{path}: {first['msg']}", param=field)
+
+
+def query_flag(request: web.Request, name: str) -> bool:
+    """A flag of the query string. Raises RequestError."""
+    value = request.query.get(name)
+    if value is None or value.lower() in ("0", "false"):
+        return False
+    if value.lower() in ("", "1", "true"):
+        return True
+    raise RequestError(f"{name} must be true or false", param=name)

@@ -1,0 +1,81 @@
+"""``/polykv/pools``: create, fork, show, release."""
+
+from collections.abc import Callable
+
+from aiohttp import web
+
+from polykv_proxy.control import Control, CreatePool, ForkPool
+from polykv_proxy.errors import UpstreamLoading, UpstreamTimeout, UpstreamUnavailable
+from polykv_proxy.routes.answers import Handler, answering, json_answer
+from polykv_proxy.routes.body import CreateBody, ForkBody, MatchBody, query_flag, read_body
+
+
+def pool_routes(control: Control) -> list[web.RouteDef]:
+    async def create(request: web.Request) -> web.Response:
+        body = await read_body(request, CreateBody)
+        order = CreatePool(source=body.source(), name=body.name, pin=bool(body.pin), ttl_s=body.ttl_s)
+        answer = await control.create_pool(order)
+        return json_answer(answer, status=201, headers={"Location": f"/polykv/pools/{answer['pool_id']}"})
+
+    async def fork(request: web.Request) -> web.Response:
+        body = await read_body(request, ForkBody)
+        order = ForkPool(
+            source=body.source(),
+            branch_pos=body.branch_pos,
+            exact=bool(body.exact),
+            name=body.name,
+            pin=bool(body.pin),
+            ttl_s=body.ttl_s,
+        )
+        answer = await control.fork_pool(request.match_info["ref"], order)
+        return json_answer(answer, status=201, headers={"Location": f"/polykv/pools/{answer['pool_id']}"})
+
+    async def show_all(request: web.Request) -> web.Response:
+        await _refresh(control)
+        return json_answer(control.views.pools())
+
+    async def show_one(request: web.Request) -> web.Response:
+        await _refresh(control)
+        return json_answer(control.views.pools(request.match_info["ref"]))
+
+    async def release(request: web.Request) -> web.Response:
+        recursive = query_flag(request, "recursive")
+        return json_answer(await control.release_pool(request.match_info["ref"], recursive=recursive))
+
+    async def match(request: web.Request) -> web.Response:
+        body = await read_body(request, MatchBody)
+        body.one_source()
+        prompt = {"prompt": body.tokens if body.tokens is not None else body.prompt}
+        chat = {
+            "messages": body.messages,
+            "tools": body.tools,
+            "chat_template_kwargs": body.chat_template_kwargs,
+        }
+        if body.messages is None:
+            return json_answer(await control.match("/completion", prompt, body.pool_id))
+        asked = {key: value for key, value in chat.items() if value is not None}
+        return json_answer(await control.match("/v1/chat/completions", asked, body.pool_id))
+
+    def on(method: Callable[..., web.RouteDef], path: str, handler: Handler) -> web.RouteDef:
+        return method(path, answering(handler))
+
+    return [
+        on(web.post, "/polykv/pools", create),
+        on(web.get, "/polykv/pools", show_all),
+        on(web.post, "/polykv/pools/{ref}/fork", fork),
+        on(web.get, "/polykv/pools/{ref}", show_one),
+        on(web.delete, "/polykv/pools/{ref}", release),
+        on(web.post, "/polykv/match", match),
+    ]
+
+
+async def _refresh(control: Control) -> None:
+    """Fresh numbers if they can be had. What is known of the tree is shown also while the engine is away.
+
+    Raises:  EngineUnpatched (501); UpstreamUnavailable, UpstreamLoading when it was never seen
+    """
+    try:
+        await control.watch.require_patched()
+    except (UpstreamUnavailable, UpstreamLoading, UpstreamTimeout):
+        if control.watch.stats is None:
+            raise
