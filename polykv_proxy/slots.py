@@ -57,11 +57,10 @@ class _Slot:
 class SlotBook:
     """``is_live(session, now_s)``: whether a session still counts as using its slot between turns.
 
-    ``on_grants`` hears of every grant, whoever caused it (also one that follows from news of the engine).
+    Whoever calls must see to it that the grants that come back reach those who wait.
     """
 
     is_live: Callable[[SessionId, float], bool] = lambda _session, _now_s: False
-    on_grants: Callable[[list[Grant]], None] | None = None
     _slots: list[_Slot] = field(default_factory=list)
     _waiting: OrderedDict[int, Ticket] = field(default_factory=OrderedDict)
     _held: dict[int, Grant] = field(default_factory=dict)
@@ -159,8 +158,6 @@ class SlotBook:
                 break
             del self._waiting[ticket.ticket_id]
             grants.append(self._grant(ticket, free, now_s))
-        if grants and self.on_grants is not None:
-            self.on_grants(grants)
         return grants
 
     def _grant(self, ticket: Ticket, free: list[_Slot], now_s: float) -> Grant:

@@ -27,7 +27,6 @@ class SlotDesk:
         self._waiting: dict[int, asyncio.Future[Grant]] = {}
         self._numbers = itertools.count(1)
         self._looker: asyncio.Task[None] | None = None
-        book.on_grants = self._deliver
 
     @property
     def n_waiting(self) -> int:
@@ -38,33 +37,33 @@ class SlotDesk:
     ) -> Grant:
         """Wait for ``n`` slots, first come first served. Leaving (cancellation) gives up the place at once."""
         if look_first:
-            self.book.observe(await self._seen(), self._clock())
+            self.deliver(self.book.observe(await self._seen(), self._clock()))
         ticket = Ticket(next(self._numbers), session, n, conversation)
         future: asyncio.Future[Grant] = asyncio.get_running_loop().create_future()
         self._waiting[ticket.ticket_id] = future
         try:
-            self.book.request(ticket, self._clock())
+            self.deliver(self.book.request(ticket, self._clock()))
             self._look_if_needed()
             return await future
         except BaseException:
             if future.done() and not future.cancelled() and future.exception() is None:
                 self.release(future.result())  # granted in the very moment it left
             else:
-                self.book.withdraw(ticket.ticket_id, self._clock())
+                self.deliver(self.book.withdraw(ticket.ticket_id, self._clock()))
             raise
         finally:
             self._waiting.pop(ticket.ticket_id, None)
 
     def release(self, grant: Grant, *, unsure: bool = False) -> None:
         """``unsure``: the reply was not read to its end, so the engine may be at it for another moment."""
-        self.book.release(grant.ticket.ticket_id, self._clock(), unsure=unsure)
+        self.deliver(self.book.release(grant.ticket.ticket_id, self._clock(), unsure=unsure))
         self._look_if_needed()
 
     def occupy(self, slot_id: SlotId) -> None:
         self.book.occupy(slot_id)
 
     def vacate(self, slot_id: SlotId, *, unsure: bool = False) -> None:
-        self.book.vacate(slot_id, self._clock(), unsure=unsure)
+        self.deliver(self.book.vacate(slot_id, self._clock(), unsure=unsure))
         self._look_if_needed()
 
     def dismiss(self, error: PolyKVError) -> None:
@@ -79,14 +78,15 @@ class SlotDesk:
             looker.cancel()
             await asyncio.wait([looker])
 
-    def _deliver(self, grants: list[Grant]) -> None:
+    def deliver(self, grants: list[Grant]) -> None:
+        """Tell those who wait. Also called with grants that follow from news of the engine."""
         for grant in grants:
             future = self._waiting.get(grant.ticket.ticket_id)
             if future is not None and not future.done():
                 future.set_result(grant)
             else:
                 # It left before its turn came and is on its way to say so.
-                self.book.release(grant.ticket.ticket_id, self._clock())
+                self.deliver(self.book.release(grant.ticket.ticket_id, self._clock()))
 
     async def _seen(self) -> Collection[SlotId]:
         """Busy slots; none when the engine cannot say, since then no request can be held up behind them either."""
@@ -104,4 +104,4 @@ class SlotDesk:
         while self.book.unsure:
             await asyncio.sleep(pause_s)
             pause_s = LOOK_MIN_S * 2 if self.book.needs_look else min(pause_s * 2, LOOK_MAX_S)
-            self.book.observe(await self._seen(), self._clock())
+            self.deliver(self.book.observe(await self._seen(), self._clock()))

@@ -120,7 +120,7 @@ def conversation_of(call: Call) -> Conversation | None:
         if isinstance(prompt, str):
             return Conversation.of_text(name, prompt.encode("utf-8", "surrogatepass"))
         if call.n_prompts == 1 and isinstance(prompt, list):
-            return Conversation.of_text(name + b"[]", orjson.dumps(prompt)[:-1])
+            return Conversation.of_text(name + b"[]", orjson.dumps(prompt)[:-1] + b",")
         return None
     messages = body.get("input" if call.dialect is Dialect.RESPONSES else "messages")
     if isinstance(messages, str):

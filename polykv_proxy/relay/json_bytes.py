@@ -1,7 +1,8 @@
 """JSON edited as bytes: what is not touched stays as it was written.
 
 Re-serialising would change number texts, escapes, key order and spacing. Here a member of an object is removed,
-replaced or added in place. The text must have been validated before (``orjson.loads``): this only finds its way in good JSON.
+replaced or added in place. The text must have been validated before (``orjson.loads``): this finds its way in good JSON
+only.
 """
 
 import re

@@ -25,13 +25,15 @@ from polykv_proxy.upstream.client import Body
 class Relay:
     """One per proxy.
 
-    ``n_running``: requests on their way; ``idle``: there are none. ``n_floating``: those in slots of the engine's choice.
+    ``n_running``: requests on their way; ``idle``: there are none. ``n_floating``: how many of them are in slots of the
+    engine's own choice.
     """
 
     def __init__(self, control: Control, clock: Callable[[], float] = time.monotonic):
         self.control = control
         self.clock = clock
         self.desk = SlotDesk(control.slots, self._busy_slots, clock)
+        control.deliver_grants = self.desk.deliver
         self.draining = False
         self.n_running = 0
         self.idle = asyncio.Event()

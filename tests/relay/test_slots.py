@@ -144,11 +144,8 @@ def test_more_than_there_are_means_all() -> None:
 
 def test_without_slots_nobody_is_served_until_the_engine_says_how_many() -> None:
     book = SlotBook()
-    heard: list[Grant] = []
-    book.on_grants = heard.extend
     assert book.request(Ticket(1), 0) == []
-    book.resize(2, 1)
-    assert [g.ticket.ticket_id for g in heard] == [1]
+    assert [g.ticket.ticket_id for g in book.resize(2, 1)] == [1]
 
 
 def test_a_restart_forgets_owners_but_not_who_is_running() -> None:
@@ -170,7 +167,6 @@ class Slots(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.book = make_book(3, live={"a", "b"})
-        self.book.on_grants = self.heard
         self.now = 0.0
         self.next_id = 0
         self.queue: list[int] = []
@@ -190,21 +186,23 @@ class Slots(RuleBasedStateMachine):
         self.now += 1
         self.next_id += 1
         self.queue.append(self.next_id)
-        self.book.request(Ticket(self.next_id, SessionId(session) if session else None, n, chat(text)), self.now)
+        self.heard(
+            self.book.request(Ticket(self.next_id, SessionId(session) if session else None, n, chat(text)), self.now)
+        )
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), unsure=st.booleans())
     def release(self, data: st.DataObject, unsure: bool) -> None:
         ticket_id = data.draw(st.sampled_from(sorted(self.running)))
         del self.running[ticket_id]
-        self.book.release(ticket_id, self.now, unsure=unsure)
+        self.heard(self.book.release(ticket_id, self.now, unsure=unsure))
 
     @precondition(lambda self: self.queue)
     @rule(data=st.data())
     def withdraw(self, data: st.DataObject) -> None:
         ticket_id = data.draw(st.sampled_from(self.queue))
         self.queue.remove(ticket_id)
-        self.book.withdraw(ticket_id, self.now)
+        self.heard(self.book.withdraw(ticket_id, self.now))
 
     @rule(slot=st.integers(0, 2))
     def occupy(self, slot: int) -> None:
@@ -217,15 +215,15 @@ class Slots(RuleBasedStateMachine):
     def vacate(self, data: st.DataObject) -> None:
         slot = data.draw(st.sampled_from(sorted(+self.outside)))
         self.outside[slot] -= 1
-        self.book.vacate(SlotId(slot), self.now)
+        self.heard(self.book.vacate(SlotId(slot), self.now))
 
     @rule(busy=st.sets(st.integers(0, 2)))
     def observe(self, busy: set[int]) -> None:
-        self.book.observe({SlotId(b) for b in busy}, self.now)
+        self.heard(self.book.observe({SlotId(b) for b in busy}, self.now))
 
     @rule()
     def restart(self) -> None:
-        self.book.resize(3, self.now)
+        self.heard(self.book.resize(3, self.now))
 
     @invariant()
     def counts_agree(self) -> None:
@@ -236,12 +234,12 @@ class Slots(RuleBasedStateMachine):
         for slot, n in self.outside.items():
             for _ in range(n):
                 self.outside[slot] -= 1
-                self.book.vacate(SlotId(slot), self.now)
-        self.book.observe(set(), self.now)
+                self.heard(self.book.vacate(SlotId(slot), self.now))
+        self.heard(self.book.observe(set(), self.now))
         while self.running:
             ticket_id = next(iter(self.running))
             del self.running[ticket_id]
-            self.book.release(ticket_id, self.now)
+            self.heard(self.book.release(ticket_id, self.now))
         assert not self.queue
         assert self.book.n_held == self.book.n_waiting == 0
 

@@ -1,0 +1,208 @@
+"""A client that leaves, at any point, closes upstream, gives back its place and its slot within a second, and is alone in it."""
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import orjson
+import pytest
+
+from tests.fake_engine import FakeEngine, Hold
+from tests.relay.conftest import Proxy, ProxyMaker
+from tests.relay.dialect_cases import body_of
+from tests.relay.raw import HANG_UP, OK, RawEngine, connected, get, post
+from tests.relay.test_attach import prefix_tokens
+
+CHAT = "/v1/chat/completions"
+RENDER, POOLS = "/polykv/engine/render", "/polykv/engine/pools"
+
+
+@asynccontextmanager
+async def asking(proxy: Proxy, **fields: Any) -> AsyncIterator[asyncio.StreamReader]:
+    """A request under way; leaving the block is leaving the line."""
+    async with connected(proxy.url) as (reader, writer):
+        writer.write(post(CHAT, orjson.dumps(body_of(CHAT, **fields)), "Content-Type: application/json\r\n"))
+        yield reader
+
+
+async def all_at_rest(proxy: Proxy, within_s: float = 1.0) -> None:
+    began = time.monotonic()
+    while any(proxy.at_rest().values()) or proxy.control.slots.unsure:
+        assert time.monotonic() - began < within_s, (proxy.at_rest(), proxy.control.slots)
+        await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("phase", ["request", "prefill", "reply"])
+async def test_before_the_head(engine: FakeEngine, proxy: Proxy, phase: str, stream: bool) -> None:
+    hold = Hold()
+    engine.on(CHAT, phase, hold)
+    async with asking(proxy, stream=stream):
+        await hold.reached()
+        assert proxy.at_rest()["held"] == 1
+    await all_at_rest(proxy)
+    assert engine.requests(CHAT)[0].left
+    assert all(slot.state == "idle" for slot in engine.slots)
+
+
+async def test_in_the_middle_of_a_stream(engine: FakeEngine, proxy: Proxy) -> None:
+    hold = Hold()
+    engine.on(CHAT, "chunk:3", hold)
+    async with asking(proxy, stream=True) as reader:
+        await hold.reached()
+        assert (await reader.readline()) == OK
+    await all_at_rest(proxy)
+    assert engine.requests(CHAT)[0].left
+
+
+async def test_while_waiting_for_a_slot(engine: FakeEngine, proxy: Proxy) -> None:
+    hold = Hold()
+    engine.on(CHAT, "prefill", hold, times=4)
+    running = [asyncio.create_task(proxy.chat(str(i))) for i in range(4)]
+    while hold.n < 4:
+        await asyncio.sleep(0.005)
+    async with asking(proxy):
+        while proxy.relay.desk.n_waiting != 1:
+            await asyncio.sleep(0.005)
+    last = asyncio.create_task(proxy.chat("last"))
+    while proxy.at_rest()["turns"] != 5 or proxy.relay.desk.n_waiting != 1:
+        await asyncio.sleep(0.005)
+    hold.release()
+    assert [r.status_code for r in await asyncio.gather(*running, last)] == [200] * 5
+    assert len(engine.requests(CHAT)) == 5
+    await all_at_rest(proxy)
+
+
+@pytest.mark.parametrize("place", [RENDER, POOLS])
+async def test_while_its_pool_is_looked_for_or_brought_back(engine: FakeEngine, proxy: Proxy, place: str) -> None:
+    pool = await proxy.pool(tokens=await prefix_tokens(engine, CHAT))
+    if place == POOLS:
+        await engine.restart()
+        await proxy.control.refresh()
+    hold = Hold()
+    engine.on(place, "request", hold)
+    async with asking(proxy, pool_id=pool["pool_id"]):
+        await hold.reached()
+    await all_at_rest(proxy)
+    hold.release()
+    assert engine.requests(CHAT) == []
+
+
+async def test_while_uploading(proxy: Proxy) -> None:
+    async with connected(proxy.url) as (_, writer):
+        writer.write(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{{".encode())
+        while proxy.relay.n_running != 1:
+            await asyncio.sleep(0.005)
+    await all_at_rest(proxy)
+
+
+async def test_from_a_plain_relay(make_proxy: ProxyMaker) -> None:
+    for script in ([60.0], [OK + b"Content-Length: 9\r\n\r\nabc", 60.0]):
+        async with RawEngine(script) as engine, make_proxy(engine.url) as proxy:
+            async with connected(proxy.url) as (_, writer):
+                writer.write(get("/v1/models"))
+                while not engine.heads:
+                    await asyncio.sleep(0.005)
+                await asyncio.sleep(0.05)
+            await all_at_rest(proxy)
+
+
+async def test_a_slot_is_not_handed_on_while_the_engine_may_still_use_it(engine: FakeEngine, proxy: Proxy) -> None:
+    """llama-server notices a closed connection a moment later; pinned there, the next one would block its queue."""
+    hold = Hold()
+    engine.on(CHAT, "chunk:1", hold, times=4)
+    async with asyncio.TaskGroup() as group:
+        for name in "abc":
+            group.create_task(_ask_and_leave(proxy, hold, 4, name))
+        async with asking(proxy, stream=True, session_id="d"):
+            while hold.n < 4:
+                await asyncio.sleep(0.005)
+            engine.slots[3].state = "generating"
+            busy = next(s for s in engine.slots if s.id == engine.requests(CHAT)[-1].json()["id_slot"])
+    busy.state = "generating"
+    before = len(engine.requests(CHAT))
+    follower = asyncio.create_task(proxy.chat("next", session_id="d"))
+    assert (await asyncio.wait_for(follower, 5)).status_code == 200
+    assert engine.requests(CHAT)[before].json()["id_slot"] != busy.id
+    busy.state = "idle"
+    await all_at_rest(proxy, 2)
+
+
+async def _ask_and_leave(proxy: Proxy, hold: Hold, n: int, name: str) -> None:
+    async with asking(proxy, stream=True, session_id=name):
+        while hold.n < n:
+            await asyncio.sleep(0.005)
+
+
+async def test_a_storm_of_leavers_disturbs_nobody(engine: FakeEngine, proxy: Proxy) -> None:
+    engine.token_s = 0.002
+    rng = random.Random(7)
+    pool = await proxy.pool(tokens=await prefix_tokens(engine, CHAT))
+
+    async def leaver(i: int) -> None:
+        await asyncio.sleep(rng.random() * 0.5)
+        fields: dict[str, Any] = {"stream": rng.random() < 0.5, "max_tokens": 30, "session_id": f"s{i % 9}"}
+        if rng.random() < 0.5:
+            fields["pool_id"] = pool["pool_id"]
+        async with asking(proxy, **fields) as reader:
+            try:
+                await asyncio.wait_for(reader.read(100), rng.random() * 0.3)
+            except TimeoutError:
+                return
+
+    async def stayer(i: int) -> None:
+        answer = await proxy.client.post(CHAT, json=body_of(CHAT, f"stay {i}", stream=True, max_tokens=10))
+        assert answer.content.endswith(b"data: [DONE]\n\n")
+
+    await asyncio.gather(*(leaver(i) for i in range(200)), *(stayer(i) for i in range(12)))
+    await all_at_rest(proxy, 3)
+    assert all(slot.state == "idle" for slot in engine.slots)
+
+
+async def test_a_hundred_clients_on_four_slots(engine: FakeEngine, proxy: Proxy) -> None:
+    engine.token_s = 0.001
+    most = 0
+
+    async def watch() -> None:
+        nonlocal most
+        while True:
+            most = max(most, sum(s.state != "idle" for s in engine.slots) + engine.n_deferred)
+            await asyncio.sleep(0.001)
+
+    watcher = asyncio.create_task(watch())
+    answers = await asyncio.gather(*(proxy.chat(str(i), stream=i % 2 == 0) for i in range(100)))
+    watcher.cancel()
+    assert [a.status_code for a in answers] == [200] * 100
+    assert most <= 4
+    await all_at_rest(proxy)
+
+
+@pytest.mark.parametrize("size", [50_000_000])
+async def test_a_slow_reader_slows_the_engine_and_not_memory(make_proxy: ProxyMaker, size: int) -> None:
+    piece = b"x" * 100_000
+    script: list[bytes | float] = [
+        OK + b"Content-Length: %d\r\n\r\n" % size,
+        *([piece] * (size // len(piece))),
+        HANG_UP,
+    ]
+    sent = 0
+
+    class Counting(list[bytes | float]):
+        def __iter__(self) -> Any:
+            nonlocal sent
+            for item in super().__iter__():
+                sent += len(item) if isinstance(item, bytes) else 0
+                yield item
+
+    async with RawEngine(Counting(script)) as engine, make_proxy(engine.url) as proxy:
+        async with connected(proxy.url) as (reader, writer):
+            writer.write(get("/big"))
+            await reader.readuntil(b"\r\n\r\n")
+            reader._transport.pause_reading()  # type: ignore[attr-defined]
+            await asyncio.sleep(0.5)
+            assert sent < size / 2
+            assert proxy.relay.n_running == 1
+        await all_at_rest(proxy)
