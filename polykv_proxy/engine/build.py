@@ -116,7 +116,7 @@ def _build(info: EngineInfo, engines: Path, progress: Progress) -> None:
         facts = asdict(info) | {"built": True}
         (done / "info.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
         replace_dir(done, engines / info.key)
-    shutil.rmtree(work)
+    _discard(work)
 
 
 def _prepare_work(work: Path, info: EngineInfo, progress: Progress) -> None:
@@ -125,8 +125,7 @@ def _prepare_work(work: Path, info: EngineInfo, progress: Progress) -> None:
     if key_file.is_file() and key_file.read_text(encoding="utf-8") == info.key:
         progress.say("going on with the build that stopped here")
         return
-    if work.exists():
-        shutil.rmtree(work)
+    _discard(work)
     tree = pinned_tree(progress.say)
     source = work / "source"
     source.mkdir(parents=True)
@@ -134,6 +133,13 @@ def _prepare_work(work: Path, info: EngineInfo, progress: Progress) -> None:
     if not info.stock:
         apply_series(source, load_series(paths.patches_dir()))
     key_file.write_text(info.key, encoding="utf-8")
+
+
+def _discard(work: Path) -> None:
+    """The key goes first: interrupted half-way, what is left must not pass for a build to go on with."""
+    (work / "KEY").unlink(missing_ok=True)
+    if work.exists():
+        shutil.rmtree(work)
 
 
 def _try_out(binary: Path) -> None:
