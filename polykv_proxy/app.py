@@ -15,12 +15,13 @@ from aiohttp import web
 from polykv_proxy import routes
 from polykv_proxy.config import Settings
 from polykv_proxy.control import Control
-from polykv_proxy.errors import MethodNotAllowed, RouteNotFound
-from polykv_proxy.relay.doors import Door, door_of, target_of
+from polykv_proxy.errors import MethodNotAllowed, PolyKVError, RouteNotFound
+from polykv_proxy.relay.doors import Door, door_of, shows_prompts, target_of
 from polykv_proxy.relay.pump import only_their_headers, refuse, request_id_of
 from polykv_proxy.relay.relay import Relay
+from polykv_proxy.routes.guard import Guard
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("polykv.app")
 
 CONTROL = web.AppKey("control", Control)
 RELAY = web.AppKey("relay", Relay)
@@ -35,14 +36,19 @@ def make_app(settings: Settings) -> web.Application:
     """Build the application; what talks to the engine starts with it and stops with it."""
     control = Control(settings)
     relay = Relay(control)
+    guard = Guard(settings)
 
     @web.middleware
     async def front(request: web.Request, handler: Handler) -> web.StreamResponse:
         target = target_of(request.raw_path)
         door = door_of(target)
-        if door is Door.ENGINE:
-            return await relay.handle(request, target)
         request_id = request_id_of(request)
+        try:
+            guard.check(request, control=door is not Door.ENGINE or shows_prompts(target))
+        except PolyKVError as e:
+            return refuse(request, e, relay.dialect_of(request, target), request_id)
+        if door is Door.ENGINE:
+            return await relay.handle(request, target, request_id)
         if door is Door.SHUT:
             return refuse(request, RouteNotFound("no such route"), None, request_id)
         try:

@@ -47,6 +47,11 @@ def canonical(path: str) -> str:
     return "/" + "/".join(parts)
 
 
+def shows_prompts(target: str) -> bool:
+    """llama-server's slots show what others asked."""
+    return canonical(target.partition("?")[0]).startswith("/slots")
+
+
 def door_of(target: str) -> Door:
     path = target.partition("?")[0].partition("#")[0]
     flat = canonical(path)

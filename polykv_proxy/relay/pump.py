@@ -18,6 +18,7 @@ from polykv_proxy.relay.refusals import refusal, refusal_event, refusal_headers
 from polykv_proxy.upstream import UpstreamResponse
 
 _SANE_ID = re.compile(r"[A-Za-z0-9._:+/=-]{1,128}")
+_BEGUN = web.RequestKey("polykv_begun", bool)
 _READ_AT_ONCE = 1 << 20
 _ADDED_BY_AIOHTTP = ("Date", "Server", "Content-Type")
 
@@ -106,8 +107,14 @@ async def begin(request: web.Request, upstream: UpstreamResponse, extra: Iterabl
     names = {name.lower() for name, _ in added}
     headers = [(k, v) for k, v in upstream.returnable_headers() if k.lower() not in names]
     response = RelayedResponse(upstream.status, upstream.reason, headers + added)
+    request[_BEGUN] = True
     await response.prepare(request)
     return response
+
+
+def has_begun(request: web.Request) -> bool:
+    """A head of a reply went out."""
+    return _BEGUN in request
 
 
 async def cut(

@@ -5,6 +5,7 @@ and of those only what may share a prefix becomes a turn (``turn``).
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -12,14 +13,16 @@ from contextlib import contextmanager
 from aiohttp import web
 
 from polykv_proxy.control import Control
-from polykv_proxy.errors import Draining, PolyKVError
+from polykv_proxy.errors import Draining, InvariantError, PolyKVError, RequestError
 from polykv_proxy.ids import SlotId
 from polykv_proxy.relay.desk import SlotDesk
-from polykv_proxy.relay.dialects import ATTACHABLE, TAKES_A_SLOT, Call, may_carry_fields, parse_json, read_call
+from polykv_proxy.relay.dialects import ATTACHABLE, TAKES_A_SLOT, Call, Dialect, may_carry_fields, parse_json, read_call
 from polykv_proxy.relay.fields import FIELD_HEADERS, OWN_HEADERS
-from polykv_proxy.relay.pump import pump_plain, raw_headers_of, read_body, refuse, relayed_body, request_id_of
+from polykv_proxy.relay.pump import has_begun, pump_plain, raw_headers_of, read_body, refuse, relayed_body
 from polykv_proxy.relay.turn import TurnRelay
 from polykv_proxy.upstream.client import Body
+
+log = logging.getLogger("polykv.relay")
 
 
 class Relay:
@@ -40,25 +43,39 @@ class Relay:
         self.idle.set()
         self.n_floating = 0
 
-    async def handle(self, request: web.Request, target: str) -> web.StreamResponse:
+    def dialect_of(self, request: web.Request, target: str) -> Dialect | None:
+        return ATTACHABLE.get(target.partition("?")[0]) if request.method == "POST" else None
+
+    async def handle(self, request: web.Request, target: str, request_id: str) -> web.StreamResponse:
         """Serve a request of the data plane. ``target``: its origin form, as it came."""
-        path = target.partition("?")[0]
-        dialect = ATTACHABLE.get(path) if request.method == "POST" else None
-        request_id = request_id_of(request)
+        error: PolyKVError
         self.n_running += 1
         self.idle.clear()
         try:
-            return await self._serve(request, target, path, request_id)
+            return await self._serve(request, target, target.partition("?")[0], request_id)
         except PolyKVError as e:
-            return refuse(request, e, dialect, request_id)
+            error = e
+        except web.RequestPayloadError as e:
+            error = RequestError(f"the body cannot be read: {e}")
+        except (ConnectionError, web.HTTPException):
+            raise
+        except Exception:
+            log.exception("bug in %s", target.partition("?")[0])
+            error = InvariantError("an internal error; the proxy's log has it")
         finally:
             self.n_running -= 1
             if not self.n_running:
                 self.idle.set()
+        if has_begun(request):
+            # A second head inside a reply would be taken for its text: the only honest thing left is to hang up.
+            if request.transport is not None:
+                request.transport.abort()
+            raise error
+        return refuse(request, error, self.dialect_of(request, target), request_id)
 
     def drain(self) -> None:
         """New work and everybody in line is refused; what runs goes on."""
-        self.draining = True
+        self.draining = self.control.draining = True
         self.desk.dismiss(Draining("the proxy is shutting down"))
 
     async def close(self) -> None:

@@ -33,7 +33,7 @@ from polykv_proxy.sessions import Session, SessionBook, Usage
 from polykv_proxy.slots import Grant
 from polykv_proxy.upstream import UpstreamResponse
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("polykv.relay")
 
 MAX_WHOLE_REPLY = 64 << 20
 """A longer reply in one piece is passed on without our object rather than kept."""

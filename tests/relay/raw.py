@@ -119,8 +119,8 @@ def unchunked(body: bytes) -> bytes:
 
 
 def post(path: str, body: bytes, headers: str = "") -> bytes:
-    return f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n{headers}\r\n".encode("latin-1") + body
+    return f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n{headers}\r\n".encode("latin-1") + body
 
 
 def get(path: str, headers: str = "", method: str = "GET") -> bytes:
-    return f"{method} {path} HTTP/1.1\r\nHost: x\r\n{headers}\r\n".encode("latin-1")
+    return f"{method} {path} HTTP/1.1\r\nHost: localhost\r\n{headers}\r\n".encode("latin-1")

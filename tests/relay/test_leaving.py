@@ -93,7 +93,7 @@ async def test_while_its_pool_is_looked_for_or_brought_back(engine: FakeEngine, 
 
 async def test_while_uploading(proxy: Proxy) -> None:
     async with connected(proxy.url) as (_, writer):
-        writer.write(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{{".encode())
+        writer.write(f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n{{".encode())
         while proxy.relay.n_running != 1:
             await asyncio.sleep(0.005)
     await all_at_rest(proxy)
