@@ -8,7 +8,7 @@ import sys
 
 import typer
 
-from polykv_proxy.cli import engine, model, pools, serve, up
+from polykv_proxy.cli import demo, engine, model, pools, serve, up
 
 app = typer.Typer(
     name="polykvctl",
@@ -17,6 +17,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Shared-prefix KV pools for llama-server.",
 )
+app.command("demo")(demo.demo)
 app.command("up")(up.up)
 app.command("serve")(serve.serve)
 app.add_typer(pools.app, name="pools")

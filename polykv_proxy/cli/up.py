@@ -145,7 +145,7 @@ def _announce(settings: "Settings", engine: "Child", proxy: "Child", *, as_json:
         facts = {"proxy": url, "engine": settings.upstream_url, "engine_pid": engine.pid, "proxy_pid": proxy.pid}
         print(json.dumps(facts), flush=True)
         return
-    key = ' -H "authorization: Bearer $POLYKV_API_KEY"' if settings.data_keys else ""
+    key = " -H 'authorization: Bearer YOUR_KEY'" if settings.data_keys else ""
     print(f"proxy   {url}\nengine  {settings.upstream_url}\n")
     print(
         f"curl {url}/v1/chat/completions -H 'content-type: application/json'{key} \\\n"
