@@ -58,9 +58,11 @@ def make_proxy(monkeypatch: pytest.MonkeyPatch) -> ProxyMaker:
     @asynccontextmanager
     async def make(upstream_url: str, **settings: Any) -> AsyncIterator[Proxy]:
         settings = {"state": ":memory:", "port": 0, **settings}
-        async with serving(load_settings(upstream_url=upstream_url, **settings)) as (url, app):
-            async with httpx.AsyncClient(base_url=url, timeout=20, trust_env=False) as client:
-                yield Proxy(url, app, client)
+        async with (
+            serving(load_settings(upstream_url=upstream_url, **settings)) as (url, app),
+            httpx.AsyncClient(base_url=url, timeout=20, trust_env=False) as client,
+        ):
+            yield Proxy(url, app, client)
 
     return make
 

@@ -1,7 +1,7 @@
 """Two ends of a wire without an HTTP library in between: what was sent is seen byte for byte."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from urllib.parse import urlsplit
 
@@ -18,11 +18,12 @@ class RawEngine:
         self.heads: list[bytes] = []
         self.bodies: list[bytes] = []
         self.left = asyncio.Event()
+        self.n_sent = 0
         self.url = ""
 
     async def __aenter__(self) -> "RawEngine":
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        self.url = "http://127.0.0.1:%d" % self._server.sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -41,6 +42,7 @@ class RawEngine:
                 else:
                     self.heads.append(head)
                     self.bodies.append(body)
+                    self.n_sent = 0
                     for piece in self.script:
                         if isinstance(piece, float):
                             await asyncio.sleep(piece)
@@ -50,6 +52,7 @@ class RawEngine:
                         else:
                             writer.write(piece)
                             await writer.drain()
+                        self.n_sent += 1
         except (asyncio.IncompleteReadError, ConnectionError):
             self.left.set()
         finally:
@@ -73,6 +76,13 @@ async def read_framed(reader: asyncio.StreamReader, head: bytes) -> bytes:
         if line.startswith(b"content-length:"):
             return await reader.readexactly(int(line.partition(b":")[2]))
     return b""
+
+
+async def until(condition: Callable[[], object], within_s: float = 5.0) -> None:
+    """Wait for something that tells nobody when it happens."""
+    async with asyncio.timeout(within_s):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.003)
 
 
 @asynccontextmanager
@@ -119,7 +129,10 @@ def unchunked(body: bytes) -> bytes:
 
 
 def post(path: str, body: bytes, headers: str = "") -> bytes:
-    return f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n{headers}\r\n".encode("latin-1") + body
+    return (
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n{headers}\r\n".encode("latin-1")
+        + body
+    )
 
 
 def get(path: str, headers: str = "", method: str = "GET") -> bytes:

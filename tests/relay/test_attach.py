@@ -9,6 +9,7 @@ import pytest
 from tests.fake_engine import FakeEngine, Hold
 from tests.relay.conftest import Proxy, ProxyMaker
 from tests.relay.dialect_cases import PATHS, SYSTEM, body_of, receipt_at, receipts_in
+from tests.relay.raw import until
 
 CHAT = "/v1/chat/completions"
 
@@ -196,8 +197,7 @@ async def test_several_choices_take_several_slots_and_carry_one_object(engine: F
     assert proxy.control.slots.n_held == 3
     one = asyncio.create_task(proxy.chat("x"))
     other = asyncio.create_task(proxy.chat("y"))
-    while proxy.relay.desk.n_waiting != 1:
-        await asyncio.sleep(0.005)
+    await until(lambda: proxy.relay.desk.n_waiting == 1)
     hold.release()
     answers = await asyncio.gather(many, one, other)
     assert len(answers[0].json()["choices"]) == 3

@@ -1,4 +1,7 @@
-"""A client that leaves, at any point, closes upstream, gives back its place and its slot within a second, and is alone in it."""
+"""A client that leaves, at any point, closes upstream and gives back its place and its slot within a second.
+
+Nobody else notices.
+"""
 
 import asyncio
 import random
@@ -13,7 +16,7 @@ import pytest
 from tests.fake_engine import FakeEngine, Hold
 from tests.relay.conftest import Proxy, ProxyMaker
 from tests.relay.dialect_cases import body_of
-from tests.relay.raw import HANG_UP, OK, RawEngine, connected, get, post
+from tests.relay.raw import HANG_UP, OK, RawEngine, connected, get, post, until
 from tests.relay.test_attach import prefix_tokens
 
 CHAT = "/v1/chat/completions"
@@ -62,14 +65,11 @@ async def test_while_waiting_for_a_slot(engine: FakeEngine, proxy: Proxy) -> Non
     hold = Hold()
     engine.on(CHAT, "prefill", hold, times=4)
     running = [asyncio.create_task(proxy.chat(str(i))) for i in range(4)]
-    while hold.n < 4:
-        await asyncio.sleep(0.005)
+    await until(lambda: hold.n == 4)
     async with asking(proxy):
-        while proxy.relay.desk.n_waiting != 1:
-            await asyncio.sleep(0.005)
+        await until(lambda: proxy.relay.desk.n_waiting == 1)
     last = asyncio.create_task(proxy.chat("last"))
-    while proxy.at_rest()["turns"] != 5 or proxy.relay.desk.n_waiting != 1:
-        await asyncio.sleep(0.005)
+    await until(lambda: proxy.at_rest()["turns"] == 5 and proxy.relay.desk.n_waiting == 1)
     hold.release()
     assert [r.status_code for r in await asyncio.gather(*running, last)] == [200] * 5
     assert len(engine.requests(CHAT)) == 5
@@ -94,8 +94,7 @@ async def test_while_its_pool_is_looked_for_or_brought_back(engine: FakeEngine, 
 async def test_while_uploading(proxy: Proxy) -> None:
     async with connected(proxy.url) as (_, writer):
         writer.write(f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n{{".encode())
-        while proxy.relay.n_running != 1:
-            await asyncio.sleep(0.005)
+        await until(lambda: proxy.relay.n_running == 1)
     await all_at_rest(proxy)
 
 
@@ -104,8 +103,7 @@ async def test_from_a_plain_relay(make_proxy: ProxyMaker) -> None:
         async with RawEngine(script) as engine, make_proxy(engine.url) as proxy:
             async with connected(proxy.url) as (_, writer):
                 writer.write(get("/v1/models"))
-                while not engine.heads:
-                    await asyncio.sleep(0.005)
+                await until(lambda: engine.heads)
                 await asyncio.sleep(0.05)
             await all_at_rest(proxy)
 
@@ -118,8 +116,7 @@ async def test_a_slot_is_not_handed_on_while_the_engine_may_still_use_it(engine:
         for name in "abc":
             group.create_task(_ask_and_leave(proxy, hold, 4, name))
         async with asking(proxy, stream=True, session_id="d"):
-            while hold.n < 4:
-                await asyncio.sleep(0.005)
+            await until(lambda: hold.n == 4)
             engine.slots[3].state = "generating"
             busy = next(s for s in engine.slots if s.id == engine.requests(CHAT)[-1].json()["id_slot"])
     busy.state = "generating"
@@ -133,8 +130,7 @@ async def test_a_slot_is_not_handed_on_while_the_engine_may_still_use_it(engine:
 
 async def _ask_and_leave(proxy: Proxy, hold: Hold, n: int, name: str) -> None:
     async with asking(proxy, stream=True, session_id=name):
-        while hold.n < n:
-            await asyncio.sleep(0.005)
+        await until(lambda: hold.n >= n)
 
 
 async def test_a_storm_of_leavers_disturbs_nobody(engine: FakeEngine, proxy: Proxy) -> None:

@@ -8,7 +8,10 @@ import pytest
 from tests.relay.conftest import ProxyMaker
 from tests.relay.raw import HANG_UP, OK, RawEngine, connected, exchange, get, post, unchunked
 
-BODY = b'{ "messages" : [ {"role":"user","content":"h\xc3\xa9 \\u00e9 \\/"} ], "seed": 12345678901234567890123, "t": 1.10E-7 }\n'
+BODY = (
+    b'{ "messages" : [ {"role":"user","content":"h\xc3\xa9 \\u00e9 \\/"} ], '
+    b'"seed": 12345678901234567890123, "t": 1.10E-7 }\n'
+)
 
 
 @pytest.mark.parametrize(
@@ -39,12 +42,15 @@ async def test_any_method(make_proxy: ProxyMaker, method: str) -> None:
 
 
 async def test_head_keeps_the_length_and_has_no_body(make_proxy: ProxyMaker) -> None:
-    async with RawEngine([OK + b"Content-Length: 1234\r\nX-Y: z\r\n\r\n"]) as engine, make_proxy(engine.url) as proxy:
-        async with connected(proxy.url) as (reader, writer):
-            writer.write(get("/v1/models", method="HEAD") + get("/second", method="HEAD"))
-            for _ in range(2):
-                head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
-                assert b"Content-Length: 1234\r\n" in head
+    async with (
+        RawEngine([OK + b"Content-Length: 1234\r\nX-Y: z\r\n\r\n"]) as engine,
+        make_proxy(engine.url) as proxy,
+        connected(proxy.url) as (reader, writer),
+    ):
+        writer.write(get("/v1/models", method="HEAD") + get("/second", method="HEAD"))
+        for _ in range(2):
+            head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+            assert b"Content-Length: 1234\r\n" in head
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/embeddings", "/anything"])
@@ -98,7 +104,7 @@ async def test_headers_of_one_hop_and_keys_stop_here(make_proxy: ProxyMaker) -> 
 async def test_reply_head_is_the_engines_plus_a_request_id(make_proxy: ProxyMaker) -> None:
     theirs = (
         b"HTTP/1.1 418 I'm a teapot\r\nServer: llama.cpp\r\nX-B: 1\r\nX-A: 2\r\nx-a: 3\r\nSet-Cookie: a=b\r\n"
-        b"Set-Cookie: c=d\r\nKeep-Alive: timeout=5, max=100\r\nConnection: X-Hop\r\nX-Hop: 1\r\nContent-Length: 2\r\n\r\n"
+        b"Set-Cookie: c=d\r\nKeep-Alive: timeout=5\r\nConnection: X-Hop\r\nX-Hop: 1\r\nContent-Length: 2\r\n\r\n"
     )
     async with RawEngine([theirs + b"hi"]) as engine, make_proxy(engine.url) as proxy:
         head, body = await exchange(proxy.url, get("/v1/models", "x-request-id: abc-1\r\n"))
@@ -141,17 +147,16 @@ async def test_stream_chunks_come_through_one_by_one_at_once(make_proxy: ProxyMa
     for event in events:
         script += [b"%x\r\n%s\r\n" % (len(event), event), 0.1]
     script.append(b"0\r\n\r\n")
-    async with RawEngine(script) as engine, make_proxy(engine.url) as proxy:
-        async with connected(proxy.url) as (reader, writer):
-            begun = time.monotonic()
-            writer.write(post("/v1/chat/completions", BODY))
-            await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
-            assert time.monotonic() - begun < 0.15
-            for i, event in enumerate(events):
-                framed = await asyncio.wait_for(reader.readexactly(len(event) + 6), 5)
-                assert unchunked(framed + b"0\r\n\r\n") == event
-                assert time.monotonic() - begun < 0.2 + 0.1 * i + 0.09
-            assert await asyncio.wait_for(reader.readexactly(5), 5) == b"0\r\n\r\n"
+    async with RawEngine(script) as engine, make_proxy(engine.url) as proxy, connected(proxy.url) as (reader, writer):
+        begun = time.monotonic()
+        writer.write(post("/v1/chat/completions", BODY))
+        await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+        assert time.monotonic() - begun < 0.2
+        for event in events:
+            framed = await asyncio.wait_for(reader.readexactly(len(event) + 6), 5)
+            assert unchunked(framed + b"0\r\n\r\n") == event
+            assert engine.n_sent == engine.script.index(b"%x\r\n%s\r\n" % (len(event), event)) + 1
+        assert await asyncio.wait_for(reader.readexactly(5), 5) == b"0\r\n\r\n"
 
 
 async def test_an_http_1_0_client_gets_a_stream_without_chunks(make_proxy: ProxyMaker) -> None:
@@ -164,13 +169,15 @@ async def test_an_http_1_0_client_gets_a_stream_without_chunks(make_proxy: Proxy
 
 async def test_a_reply_that_breaks_off_never_looks_complete(make_proxy: ProxyMaker) -> None:
     for head in (b"Content-Length: 100\r\n\r\nabc", b"Transfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n"):
-        async with RawEngine([OK + head, 0.1, HANG_UP]) as engine, make_proxy(engine.url) as proxy:
-            async with connected(proxy.url) as (reader, writer):
-                writer.write(get("/v1/models"))
-                got = b""
-                while piece := await asyncio.wait_for(reader.read(1000), 5):
-                    got += piece
-                assert not got.endswith(b"0\r\n\r\n")
+        async with (
+            RawEngine([OK + head, 0.1, HANG_UP]) as engine,
+            make_proxy(engine.url) as proxy,
+            connected(proxy.url) as (reader, writer),
+        ):
+            writer.write(get("/v1/models"))
+            got = await asyncio.wait_for(reader.read(-1), 5)
+            assert b"abc" in got
+            assert not got.endswith(b"0\r\n\r\n")
 
 
 async def test_nobody_upstream(make_proxy: ProxyMaker) -> None:
