@@ -1,0 +1,99 @@
+"""A pooled answer is the answer of a full prefill, on dense, sliding and hybrid models, however it came to share.
+
+Greedy tokens are compared exactly. Distributions are compared at 64 teacher-forced positions by their mean divergence,
+pooled against full, and the bound is 1.25 times what the stock server's own slot cache shows against a full prefill of
+the same prompt in the same run (see `divergence.FLOOR_NATS` for what happens near 0).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from .conftest import Launcher
+from .divergence import bound, mean_divergence
+from .hooks import Answer, Engine
+from .noise import Noise
+from .scenarios import BRANCH_POS, POOLED_SLOT, SCENARIOS, TRUNK_LEN, WARM_SLOT, Scenario, Shared, Texts
+
+pytestmark = pytest.mark.engine
+
+FULL_SLOT = 3
+N_POSITIONS = 64
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The patched and the stock server on the same tiny model, with the same flags."""
+
+    model: str
+    patched: Engine
+    stock: Engine
+
+
+@pytest.fixture(scope="module", params=["dense", "sliding", "hybrid"])
+def pair(request: pytest.FixtureRequest, launch_shared: Launcher) -> Pair:
+    model: str = request.param
+    return Pair(model, launch_shared.pooled(model), launch_shared.stock(model))
+
+
+@pytest.fixture
+def clean(pair: Pair) -> Iterator[Pair]:
+    """No pools and empty slots before and after."""
+    yield pair
+    pair.patched.free_all()
+    for slot in range(4):
+        pair.patched.erase(slot)
+        pair.stock.erase(slot)
+    assert pair.patched.cells_used() == 0
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
+def test_pooled_answer_is_the_answer_of_a_full_prefill(clean: Pair, scenario: Scenario, noise: Noise) -> None:
+    engine, stock = clean.patched, clean.stock
+    texts = Texts.draw(noise, seed=1)
+    forced = noise(7, N_POSITIONS)
+    shared = scenario.pooled(engine, texts)
+
+    greedy = ask_pool(clean, shared)
+    assert greedy.tokens == engine.full(shared.prompt, slot=FULL_SLOT).tokens
+
+    pooled = ask_pool(clean, shared, forced=forced)
+    full = engine.full(shared.prompt, slot=FULL_SLOT, forced=forced)
+    scenario.stock(stock, texts)
+    stock_cached = stock.ask(shared.prompt, slot=WARM_SLOT, forced=forced)
+    stock_full = stock.full(shared.prompt, slot=FULL_SLOT, forced=forced)
+
+    assert pooled.tokens == full.tokens == stock_cached.tokens == stock_full.tokens == forced
+    assert stock_cached.cache_n > 0, "the measure itself must come from a cache"
+    measured = mean_divergence(full.at, pooled.at)
+    allowed = bound(mean_divergence(stock_full.at, stock_cached.at))
+    print(f"divergence {measured:.2e} nats, allowed {allowed:.2e}")
+    assert measured <= allowed
+
+
+def test_every_part_of_the_prefix_changes_the_answer(clean: Pair, noise: Noise) -> None:
+    """What makes the comparison above mean something: one wrong token anywhere is a thousand times its bound."""
+    engine = clean.patched
+    texts = Texts.draw(noise, seed=1)
+    forced = noise(7, N_POSITIONS)
+    right = engine.full(texts.trunk + texts.turn, forced=forced)
+    for position in (0, BRANCH_POS - 1, TRUNK_LEN - 1):
+        wrong = list(texts.trunk)
+        wrong[position] = noise(8, 1)[0]
+        changed = engine.full(wrong + texts.turn, forced=forced)
+        assert mean_divergence(right.at, changed.at) > 1e-3
+
+
+def ask_pool(pair: Pair, shared: Shared, forced: list[int] | None = None) -> Answer:
+    """Ask through the pool in a slot that holds nothing, and check that the pool was used as far as it can be."""
+    pair.patched.erase(POOLED_SLOT)
+    done = pair.patched.ask(shared.prompt, slot=POOLED_SLOT, pool=shared.seq, limit=shared.limit, forced=forced or ())
+    whole = pair.patched.pool(shared.seq)["n_tokens"] == shared.shared_n
+    if pair.model == "hybrid" and not whole:
+        # Recurrent state exists at the pool's end and at its checkpoints only: fewer tokens, down to none, are shared.
+        assert done.pool_n <= done.cache_n <= shared.shared_n
+    else:
+        assert done.pool_n == done.cache_n == shared.shared_n
+    assert done.cache_n + done.prompt_n == len(shared.prompt)
+    return done

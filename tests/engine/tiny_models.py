@@ -1,0 +1,212 @@
+"""Tiny models with random f32 weights, written with the `gguf` package: one per kind of memory llama.cpp has.
+
+dense     llama arch: every layer keeps every cell
+sliding   gemma3 arch: five of six layers see the last 64 tokens only
+hybrid    lfm2 arch: four short-convolution layers (recurrent state) and two attention layers
+
+The text they write is noise, and that is their use: in f32, with an attention made sharp on purpose, greedy decoding
+repeats itself exactly and reacts to every token of the prefix. The vocabulary and the chat template are copied from
+the tests' chat model, so all routes of llama-server work on them. About 30 MB each, made in a second, kept per user.
+
+Every tensor is drawn from a generator seeded with the model's and the tensor's name, so the files are the same on every
+machine and a new tensor changes no other. Raise VERSION whenever the bytes of a file change.
+"""
+
+import os
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+
+from polykv_proxy.engine.paths import cache_dir
+
+VERSION = 1
+
+N_CTX_TRAIN = 8192
+N_EMBD = 128
+N_FF = 256
+N_HEAD = 4
+N_HEAD_KV = 2
+HEAD_DIM = N_EMBD // N_HEAD
+SLIDING_WINDOW = 64
+
+Weights = npt.NDArray[np.float32]
+Tensors = Iterator[tuple[str, Weights]]
+
+
+@dataclass(frozen=True)
+class TinyModel:
+    """One kind of model: the architecture's name, its own metadata and its layers."""
+
+    name: str
+    arch: str
+    n_layer: int
+    describe: Callable[[gguf.GGUFWriter], None]
+    layer: Callable[["Draw", int], Tensors]
+    final_norm: str
+
+
+class Draw:
+    """Draws the weights of one model, each tensor from its own seed."""
+
+    def __init__(self, model_name: str) -> None:
+        self.model_name = model_name
+
+    def matrix(self, name: str, n_out: int, n_in: int, gain: float = 1.0) -> tuple[str, Weights]:
+        """Rows of norm ``gain``: a normalised input gives outputs of about that size."""
+        rng = np.random.default_rng(zlib.crc32(f"{self.model_name}/{name}".encode()))
+        scale = np.float32(gain / np.sqrt(n_in))
+        return name, rng.standard_normal((n_out, n_in), dtype=np.float32) * scale
+
+    def norm(self, name: str, n: int, gain: float = 1.0) -> tuple[str, Weights]:
+        return name, np.full(n, gain, np.float32)
+
+    def feed_forward(self, blk: str) -> Tensors:
+        yield self.norm(f"{blk}.ffn_norm.weight", N_EMBD)
+        yield self.matrix(f"{blk}.ffn_gate.weight", N_FF, N_EMBD)
+        yield self.matrix(f"{blk}.ffn_up.weight", N_FF, N_EMBD)
+        yield self.matrix(f"{blk}.ffn_down.weight", N_EMBD, N_FF)
+
+    def attention(self, blk: str, gain: float) -> Tensors:
+        """``gain`` of queries and keys sets how far the softmax is from a plain mean over the prefix."""
+        yield self.norm(f"{blk}.attn_norm.weight", N_EMBD)
+        yield self.matrix(f"{blk}.attn_q.weight", N_EMBD, N_EMBD, gain)
+        yield self.matrix(f"{blk}.attn_k.weight", N_HEAD_KV * HEAD_DIM, N_EMBD, gain)
+        yield self.matrix(f"{blk}.attn_v.weight", N_HEAD_KV * HEAD_DIM, N_EMBD)
+        yield self.matrix(f"{blk}.attn_output.weight", N_EMBD, N_EMBD)
+
+    def query_key_norms(self, blk: str) -> Tensors:
+        yield self.norm(f"{blk}.attn_q_norm.weight", HEAD_DIM, gain=2)
+        yield self.norm(f"{blk}.attn_k_norm.weight", HEAD_DIM, gain=2)
+
+
+# Dense -------------------------------------------------------------------------------------------------------------
+
+
+def _describe_dense(writer: gguf.GGUFWriter) -> None:
+    writer.add_head_count_kv(N_HEAD_KV)
+    writer.add_rope_dimension_count(HEAD_DIM)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(1e5)
+
+
+def _dense_layer(draw: Draw, i: int) -> Tensors:
+    blk = f"blk.{i}"
+    yield from draw.attention(blk, gain=1.5)
+    yield from draw.feed_forward(blk)
+
+
+# Sliding window ----------------------------------------------------------------------------------------------------
+
+
+def _describe_sliding(writer: gguf.GGUFWriter) -> None:
+    writer.add_head_count_kv(N_HEAD_KV)
+    writer.add_key_length(HEAD_DIM)
+    writer.add_value_length(HEAD_DIM)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_rope_freq_base(1e6)
+    writer.add_sliding_window(SLIDING_WINDOW)
+
+
+def _sliding_layer(draw: Draw, i: int) -> Tensors:
+    """Gemma multiplies embeddings by sqrt(N_EMBD); the norms after the two halves of a layer must keep up with that, or
+    the model repeats its last token whatever the prefix says."""
+    blk = f"blk.{i}"
+    yield from draw.attention(blk, gain=2)
+    yield from draw.query_key_norms(blk)
+    yield draw.norm(f"{blk}.post_attention_norm.weight", N_EMBD, gain=2)
+    yield from draw.feed_forward(blk)
+    yield draw.norm(f"{blk}.post_ffw_norm.weight", N_EMBD, gain=2)
+
+
+# Hybrid ------------------------------------------------------------------------------------------------------------
+
+ATTENTION_LAYERS = (2, 4)
+CONV_WIDTH = 3
+
+
+def _describe_hybrid(writer: gguf.GGUFWriter) -> None:
+    writer.add_head_count_kv([N_HEAD_KV if i in ATTENTION_LAYERS else 0 for i in range(6)])
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(1e6)
+    writer.add_shortconv_l_cache(CONV_WIDTH)
+
+
+def _hybrid_layer(draw: Draw, i: int) -> Tensors:
+    blk = f"blk.{i}"
+    if i in ATTENTION_LAYERS:
+        yield from draw.attention(blk, gain=2)
+        yield from draw.query_key_norms(blk)
+    else:
+        yield draw.norm(f"{blk}.attn_norm.weight", N_EMBD)
+        yield draw.matrix(f"{blk}.shortconv.conv.weight", N_EMBD, CONV_WIDTH)
+        yield draw.matrix(f"{blk}.shortconv.in_proj.weight", 3 * N_EMBD, N_EMBD)
+        yield draw.matrix(f"{blk}.shortconv.out_proj.weight", N_EMBD, N_EMBD)
+    yield from draw.feed_forward(blk)
+
+
+# Files -------------------------------------------------------------------------------------------------------------
+
+TINY_MODELS = {
+    model.name: model
+    for model in (
+        TinyModel("dense", "llama", 4, _describe_dense, _dense_layer, "output_norm.weight"),
+        TinyModel("sliding", "gemma3", 6, _describe_sliding, _sliding_layer, "output_norm.weight"),
+        TinyModel("hybrid", "lfm2", 6, _describe_hybrid, _hybrid_layer, "token_embd_norm.weight"),
+    )
+}
+
+
+def tiny_model_path(name: str, vocabulary_of: Path) -> Path:
+    """Return the file of a tiny model, writing it first if this user has none of this VERSION."""
+    path = cache_dir() / "tiny-models" / f"v{VERSION}" / f"{name}.gguf"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_suffix(f".{os.getpid()}.part")
+        write_tiny_model(TINY_MODELS[name], vocabulary_of, unfinished)
+        unfinished.replace(path)
+    return path
+
+
+def write_tiny_model(model: TinyModel, vocabulary_of: Path, path: Path) -> None:
+    source = gguf.GGUFReader(vocabulary_of)
+    n_vocab = len(source.fields["tokenizer.ggml.tokens"].data)
+    writer = gguf.GGUFWriter(path, model.arch)
+    _copy_tokenizer(source, writer)
+    writer.add_name(f"polykv tiny {model.name} v{VERSION}")
+    writer.add_context_length(N_CTX_TRAIN)
+    writer.add_embedding_length(N_EMBD)
+    writer.add_block_count(model.n_layer)
+    writer.add_feed_forward_length(N_FF)
+    writer.add_head_count(N_HEAD)
+    writer.add_vocab_size(n_vocab)
+    model.describe(writer)
+    for name, weights in _tensors(model, n_vocab):
+        writer.add_tensor(name, weights)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _tensors(model: TinyModel, n_vocab: int) -> Tensors:
+    draw = Draw(model.name)
+    # The embedding is the output matrix too. Its gain sets the spread of the logits: peaked enough that two tokens
+    # are never within rounding of each other, flat enough that a distribution has many tokens to compare.
+    yield draw.matrix("token_embd.weight", n_vocab, N_EMBD, gain=4)
+    yield draw.norm(model.final_norm, N_EMBD)
+    for i in range(model.n_layer):
+        yield from model.layer(draw, i)
+
+
+def _copy_tokenizer(source: gguf.GGUFReader, writer: gguf.GGUFWriter) -> None:
+    for field in source.fields.values():
+        if field.name.startswith("tokenizer."):
+            value: Any = field.contents()
+            item_type = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
+            writer.add_key_value(field.name, value, field.types[0], item_type)
