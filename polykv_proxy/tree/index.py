@@ -60,15 +60,16 @@ class _Node:
         return self.end - len(self.label) // TOKEN_BYTES
 
     def push_child(self, child: "_Node") -> None:
-        """Note a child's (new) best; keep the heap within a constant factor of the fan-out."""
+        """Note a child's (new) best."""
         if child.best is None:
             raise InvariantError("a trie node without a pool below it")
         heappush(self.heap, (child.best, child.label[:TOKEN_BYTES]))
+
+    def find_best(self) -> Key | None:
+        """Drop what is stale on top; keep the heap within a constant factor of the fan-out."""
         if len(self.heap) > 2 * len(self.children) + 8:
             self.heap = [(c.best, first) for first, c in self.children.items() if c.best is not None]
             heapify(self.heap)
-
-    def find_best(self) -> Key | None:
         while self.heap:
             key, first = self.heap[0]
             child = self.children.get(first)

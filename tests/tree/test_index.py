@@ -42,6 +42,46 @@ def test_index_is_empty_again_after_everything_left() -> None:
     assert index.longest(runs[0].tobytes()) is None
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_random_orders_answer_like_a_search_from_end_to_end(seed: int) -> None:
+    """Insert, re-rank and remove at random; ask at every position of every pool; look at the shape too."""
+    rng = random.Random(seed)
+    index = PrefixIndex()
+    known: dict[int, tuple[Tokens, Key]] = {}
+    for pool_id in range(120):
+        tokens = toks(*(rng.randrange(2) for _ in range(rng.randrange(1, 9))))
+        known[pool_id] = tokens, key(pool_id, rng.randrange(3))
+        index.insert(known[pool_id][1], tokens.tobytes(), parent=None, branch_pos=0)
+        for _ in range(3):
+            moved = rng.choice(list(known))
+            known[moved] = known[moved][0], known[moved][1]._replace(rank=rng.randrange(4))
+            index.rekey(known[moved][1])
+        if rng.random() < 0.7:
+            gone = rng.choice(list(known))
+            del known[gone]
+            index.remove(PoolId(gone))
+        check_shape(index)
+        for tokens, _ in known.values():
+            for n in range(1, len(tokens) + 1):
+                through = {k: len(t) == n for t, k in known.values() if t[:n] == tokens[:n]}
+                whole = [k for k, ends in through.items() if ends]
+                found = index.longest((tokens[:n] + toks(9)).tobytes())
+                assert found is not None
+                assert (found.pool_id, found.n_tokens, found.whole) == (min(whole or through).pool_id, n, bool(whole))
+
+
+def check_shape(index: PrefixIndex) -> None:
+    """No node without a reason, no heap that grows with what has passed."""
+    n_nodes, waiting = 0, [index._root]
+    while waiting:
+        node = waiting.pop()
+        n_nodes += 1
+        waiting += node.children.values()
+        assert node is index._root or node.pools or len(node.children) > 1
+        assert len(node.heap) <= 2 * len(node.children) + 8
+    assert n_nodes <= 2 * len(index) + 1
+
+
 def test_ten_thousand_pools_cost_a_look_up_no_more_than_ten() -> None:
     """A prompt passes one node per place where pools part, not one per pool."""
     shared = toks(range(500))

@@ -21,6 +21,7 @@ runs = st.lists(st.tuples(st.integers(0, 2), st.integers(1, 5)), min_size=1, max
 )
 names = st.none() | st.sampled_from(["alpha", "beta", "gamma"])
 picks = st.integers(0, 10**6)
+mostly = st.sampled_from([True, True, True, False])
 positions = st.none() | st.integers(0, 40)
 
 
@@ -63,7 +64,7 @@ class TreeAgainstModel(RuleBasedStateMachine):
         depth = 0 if plan.parent == ROOT else self.model[plan.parent].depth + 1
         self.model[plan.pool_id] = NaivePool(plan.parent, real, tuple(plan.tokens), plan.name, depth)
 
-    @rule(tokens=runs, name=names, commit=st.booleans())
+    @rule(tokens=runs, name=names, commit=mostly)
     def create(self, tokens: list[int], name: str | None, commit: bool) -> None:
         if name in self.names_taken():
             with pytest.raises(NameTaken):
@@ -72,7 +73,7 @@ class TreeAgainstModel(RuleBasedStateMachine):
         self.keep(self.tree.plan_root(array("i", tokens), name=name), commit)
 
     @precondition(lambda self: self.model)
-    @rule(pick=picks, keep=st.integers(0, 40), tail=runs, branch_pos=positions, commit=st.booleans())
+    @rule(pick=picks, keep=st.integers(0, 40), tail=runs, branch_pos=positions, commit=mostly)
     def fork_full(self, pick: int, keep: int, tail: list[int], branch_pos: int | None, commit: bool) -> None:
         parent = self.pick(pick)
         tokens = self.model[parent].tokens[:keep] + tuple(tail)
@@ -156,7 +157,18 @@ class TreeAgainstModel(RuleBasedStateMachine):
     def match(self, prompt: list[int], pick: int, keep: int) -> None:
         if self.model:
             prompt = [*self.model[self.pick(pick)].tokens[:keep], *prompt]
-        shared = {pool_id: common(tuple(prompt), pool.tokens) for pool_id, pool in self.model.items()}
+        self.check_match(tuple(prompt))
+
+    @rule()
+    def match_around_every_edge(self) -> None:
+        """Leave every pool just before, at and after the positions where it begins, ends and its runs change."""
+        for pool in list(self.model.values())[-8:]:
+            changes = [i for i in range(1, len(pool.tokens)) if pool.tokens[i - 1] != pool.tokens[i]]
+            for n in {1, pool.branch_pos, pool.branch_pos + 1, len(pool.tokens) - 1, len(pool.tokens), *changes[:4]}:
+                self.check_match((*pool.tokens[:n], 9))
+
+    def check_match(self, prompt: tuple[int, ...]) -> None:
+        shared = {pool_id: common(prompt, pool.tokens) for pool_id, pool in self.model.items()}
         longest = max(shared.values(), default=0)
         match = self.tree.match(array("i", prompt))
         if longest == 0:
