@@ -5,6 +5,7 @@ watch      what the engine is: reachable, patched, which start of it
 residency  what the engine holds, and single flight
 attach     which pool a request gets, how far, and why not further
 sources    from prompts, messages and sessions to tokens
+snapshots  a slot's context as a pool
 seen       conversations that need not be rendered again (pure)
 views      questions, answered as JSON
 orders     what can be asked, as values

@@ -19,13 +19,13 @@ from polykv_proxy.config import Settings
 from polykv_proxy.control.attach import Attacher
 from polykv_proxy.control.orders import AttachPlan, AttachRequest, CreatePool, ForkPool, Outcome, Source
 from polykv_proxy.control.residency import Residency
+from polykv_proxy.control.snapshots import Snapshots
 from polykv_proxy.control.sources import CHAT, fetch_tokens
 from polykv_proxy.control.views import Views, pool_answer
 from polykv_proxy.control.watch import HEARTBEAT_S, EngineWatch
 from polykv_proxy.errors import (
     BranchNotExact,
     SessionNotFound,
-    SessionNotResident,
     UpstreamError,
     UpstreamRestarted,
 )
@@ -33,7 +33,7 @@ from polykv_proxy.ids import PoolId, SeqId, SessionId, SlotId
 from polykv_proxy.sessions import SessionBook
 from polykv_proxy.slots import Grant, SlotBook
 from polykv_proxy.tree.pool import Pool, PoolPlan
-from polykv_proxy.tree.prefix import Tokens, make_tokens
+from polykv_proxy.tree.prefix import make_tokens
 from polykv_proxy.tree.tree import PoolTree
 from polykv_proxy.upstream import EngineClient, Materialized, SequenceGone, Stats
 
@@ -73,6 +73,7 @@ class Control:
             heartbeat_s=heartbeat_s,
         )
         self.residency = Residency(self.tree, self.engine, self.watch)
+        self.snapshots = Snapshots(self.residency, self.sessions, self.slots)
         self.attach = Attacher(
             tree=self.tree,
             sessions=self.sessions,
@@ -258,13 +259,13 @@ class Control:
 
     async def _create_from_session(self, order: CreatePool, session_id: SessionId) -> dict[str, Any]:
         began_s = self.clock()
-        made, tokens = await self._snapshot_session(session_id)
+        made, tokens = await self.snapshots.of_session(session_id)
         plan = await self._plan_or_give_back(made, lambda: self.tree.plan_root(tokens, name=order.name))
         return await self._commit(plan, made, order, None, began_s)
 
     async def _fork_from_session(self, parent: Pool, order: ForkPool, session_id: SessionId) -> dict[str, Any]:
         began_s = self.clock()
-        made, tokens = await self._snapshot_session(session_id)
+        made, tokens = await self.snapshots.of_session(session_id)
         plan = await self._plan_or_give_back(
             made,
             lambda: self.tree.plan_fork(parent.pool_id, tokens, branch_pos=order.branch_pos, name=order.name),
@@ -278,36 +279,12 @@ class Control:
             await self.residency.give_back(SeqId(made.seq))
             raise
 
-    async def _snapshot_session(self, session_id: SessionId) -> tuple[Materialized, Tokens]:
-        """Share all that a session's slot holds.
-
-        Raises:  SessionNotFound (404), SessionNotResident (409) when the slot is another's by now
-        """
-        session = self.sessions.get(session_id)
-        if session is None:
-            raise SessionNotFound(f"no session {session_id!r}", param="from_session")
-        slot_id = session.slot_id
-        if slot_id is None or self.slots.owner_of(slot_id) != session_id:
-            raise SessionNotResident(f"session {session_id!r} has no slot any more", param="from_session")
-        made, tokens = await self._snapshot(slot_id, str(session_id)[:64])
-        if session.slot_id != slot_id or self.slots.owner_of(slot_id) != session_id:
-            await self.residency.give_back(SeqId(made.seq))
-            raise SessionNotResident(f"session {session_id!r} lost its slot meanwhile", param="from_session")
-        return made, tokens
-
-    async def _snapshot(self, slot_id: SlotId, what: str) -> tuple[Materialized, Tokens]:
-        made = await self.residency.snapshot(slot_id, what)
-        if made.tokens is None or len(made.tokens) != made.n_tokens:
-            await self.residency.give_back(SeqId(made.seq))
-            raise UpstreamRestarted("the engine did not say which tokens the slot holds")
-        return made, make_tokens(list(made.tokens))
-
     async def _pool_of_slot(self, slot_id: SlotId) -> Pool | None:
         """The pool that is a slot's context right now: an existing one, else a new anonymous one (marked ``auto``)."""
         return await self._in_own_task(self._snapshot_slot(slot_id))
 
     async def _snapshot_slot(self, slot_id: SlotId) -> Pool | None:
-        made, tokens = await self._snapshot(slot_id, f"slot-{slot_id}")
+        made, tokens = await self.snapshots.of_slot(slot_id, "slot")
         match = self.tree.match(tokens)
         if match is not None and match.whole and match.prefix_n_tokens == len(tokens):
             await self.residency.give_back(SeqId(made.seq))

@@ -187,12 +187,12 @@ class Residency:
             self._n_changes += 1
         return made
 
-    async def snapshot(self, id_slot: int, pool_id: str) -> Materialized:
+    async def snapshot(self, id_slot: int, what: str) -> Materialized:
         """Share all cells of a slot, and get their tokens. Adopt it or give it back in the same step.
 
         Raises:  SessionNotResident, SeqIdsExhausted, SharingUnsupported
         """
-        tag = f"snapshot-{pool_id}.{next(self._numbers)}"
+        tag = f"{what}-snapshot.{next(self._numbers)}"
         self._tags.add(tag)
         try:
             made = await self._engine.snapshot(id_slot, tag=tag, want_tokens=True)

@@ -10,7 +10,14 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Literal
 
-from polykv_proxy.errors import EngineUnpatched, PolyKVError, SharingUnsupported, UpstreamLoading, UpstreamUnavailable
+from polykv_proxy.errors import (
+    EngineUnpatched,
+    PolyKVError,
+    SharingUnsupported,
+    UpstreamLoading,
+    UpstreamTimeout,
+    UpstreamUnavailable,
+)
 from polykv_proxy.upstream import EngineClient, Stats
 
 log = logging.getLogger("polykv.engine")
@@ -150,5 +157,5 @@ class EngineWatch:
         self.failure = error
         if isinstance(error, UpstreamLoading):
             self.state = "loading"
-        elif isinstance(error, UpstreamUnavailable):
-            self.state = "away"
+        elif isinstance(error, UpstreamUnavailable | UpstreamTimeout):
+            self.state = "away"  # nobody there, or there and not answering
