@@ -60,8 +60,12 @@ def read_fields(body: Mapping[str, Any], headers: Mapping[str, str]) -> Fields:
     return fields
 
 
+def can_be_session_id(value: Any) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= MAX_SESSION_ID and value.isprintable()
+
+
 def session_id(value: Any, param: str) -> SessionId:
-    if not isinstance(value, str) or not 0 < len(value) <= MAX_SESSION_ID or not value.isprintable():
+    if not can_be_session_id(value):
         raise RequestError(f"{param} must be a string of 1 to {MAX_SESSION_ID} printable characters", param=param)
     return SessionId(value)
 

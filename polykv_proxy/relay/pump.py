@@ -4,6 +4,7 @@ A piece goes out when it comes, the reader of a slow client slows the engine's c
 a reply that broke off never looks like one that ended: the connection is closed without its proper end.
 """
 
+import asyncio
 import re
 import uuid
 from collections.abc import AsyncIterator, Iterable
@@ -19,8 +20,20 @@ from polykv_proxy.upstream import UpstreamResponse
 
 _SANE_ID = re.compile(r"[A-Za-z0-9._:+/=-]{1,128}")
 _BEGUN = web.RequestKey("polykv_begun", bool)
+BODY_IDLE_S = 30.0
+STALL_S = 60.0
 _READ_AT_ONCE = 1 << 20
+_WRITES_WITHOUT_WAITING = 1 << 16
 _ADDED_BY_AIOHTTP = ("Date", "Server", "Content-Type")
+
+
+class BodyTimeout(RequestError):
+    status = 408
+    code = "body_timeout"
+
+
+class ClientStalled(ConnectionError):
+    """Nobody is left to be told; the handler just ends."""
 
 
 class RelayedResponse(web.StreamResponse):
@@ -65,7 +78,7 @@ async def read_body(request: web.Request, limit: int) -> bytes:
         raise BodyTooLarge(f"the body has {length} bytes; at most {limit} are read here", limit=limit)
     pieces: list[bytes] = []
     n = 0
-    async for piece in request.content.iter_any():
+    async for piece in _pieces(request):
         n += len(piece)
         if n > limit:
             raise BodyTooLarge(f"the body has more than {limit} bytes", limit=limit)
@@ -78,13 +91,38 @@ async def relayed_body(request: web.Request) -> bytes | AsyncIterator[bytes] | N
     if not request.can_read_body:
         return None
     if request.content_length is not None and request.content_length <= _READ_AT_ONCE:
-        return await request.content.read()
+        return await read_body(request, _READ_AT_ONCE)
     return _pieces(request)
 
 
 async def _pieces(request: web.Request) -> AsyncIterator[bytes]:
-    async for piece in request.content.iter_any():
-        yield piece
+    """The body as it comes. Raises BodyTimeout (408) when nothing comes any more."""
+    content = request.content
+    while not content.at_eof():
+        try:
+            async with asyncio.timeout(BODY_IDLE_S):
+                piece = await content.readany()
+        except TimeoutError as e:
+            raise BodyTimeout(f"nothing of the body came for {BODY_IDLE_S:.0f} s") from e
+        if piece:
+            yield piece
+
+
+async def send(request: web.Request, response: web.StreamResponse, chunk: bytes) -> None:
+    """Write, and wait while the client is slow; one that takes nothing at all any more is hung up on.
+
+    Raises:  ClientStalled
+    """
+    transport = request.transport
+    if transport is None or transport.get_write_buffer_size() + len(chunk) < _WRITES_WITHOUT_WAITING:
+        await response.write(chunk)
+        return
+    try:
+        async with asyncio.timeout(STALL_S):
+            await response.write(chunk)
+    except TimeoutError as e:
+        transport.abort()
+        raise ClientStalled(f"the client took nothing for {STALL_S:.0f} s") from e
 
 
 async def pump_plain(
@@ -94,7 +132,7 @@ async def pump_plain(
     response = await begin(request, upstream, extra)
     try:
         async for chunk in upstream.iter_any():
-            await response.write(chunk)
+            await send(request, response, chunk)
     except UpstreamError as e:
         return await cut(request, response, e, dialect, sse=is_sse(upstream))
     await response.write_eof()

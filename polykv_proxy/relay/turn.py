@@ -22,9 +22,9 @@ from polykv_proxy.errors import UpstreamError
 from polykv_proxy.ids import SlotId
 from polykv_proxy.relay.desk import SlotDesk
 from polykv_proxy.relay.dialects import Call, Dialect, conversation_of, named_session
-from polykv_proxy.relay.fields import OWN_HEADERS, session_id
+from polykv_proxy.relay.fields import OWN_HEADERS, can_be_session_id
 from polykv_proxy.relay.json_bytes import append_to_object
-from polykv_proxy.relay.pump import begin, cut, is_sse, pump_plain, raw_headers_of
+from polykv_proxy.relay.pump import begin, cut, is_sse, pump_plain, raw_headers_of, send
 from polykv_proxy.relay.receipt import Receipt
 from polykv_proxy.relay.rewrite import rewrite
 from polykv_proxy.relay.sse import SseReader
@@ -34,6 +34,9 @@ from polykv_proxy.slots import Grant
 from polykv_proxy.upstream import UpstreamResponse
 
 log = logging.getLogger("polykv.relay")
+
+STALE_MS = 50
+"""After so long in the queue the decision where to attach is made anew: pools come and go meanwhile."""
 
 MAX_WHOLE_REPLY = 64 << 20
 """A longer reply in one piece is passed on without our object rather than kept."""
@@ -86,8 +89,8 @@ class TurnRelay:
         if self._call.fields.session is not None:
             return self._books.name(self._call.fields.session, now_s)
         named, parent = named_session(self._request.headers)
-        if named is not None:
-            return self._books.name(session_id(named, "session"), now_s, parent=parent)
+        if named is not None and can_be_session_id(named):
+            return self._books.name(named, now_s, parent=parent)
         return self._books.recognise(said, now_s) or self._books.make(now_s)
 
     async def _decide(self, session: Session) -> None:
@@ -124,6 +127,12 @@ class TurnRelay:
         self._receipt.hold_ms = round((self._clock() - waited_s) * 1e3)
         for other in grant.displaced:
             self._books.displaced(other)
+        if self._receipt.hold_ms >= STALE_MS:
+            try:
+                await self._decide(session)
+            except BaseException:
+                self._desk.release(grant)
+                raise
         return grant
 
     def _give_back(self, grant: Grant | None) -> None:
@@ -182,12 +191,12 @@ class TurnRelay:
                 if reader.ended:
                     self._learn_rate(usage)
                 if out:
-                    await response.write(out)
+                    await send(self._request, response, out)
             self._complete = True
         except UpstreamError as e:
             return await cut(self._request, response, e, call.dialect, sse=True, mid_line=reader.mid_line)
         if rest := reader.finish():
-            await response.write(rest)
+            await send(self._request, response, rest)
         await response.write_eof()
         return response
 
@@ -215,7 +224,7 @@ class TurnRelay:
             extra.append(("x-session-tps", f"{self._turn.session.tps:.2f}"))
         extra.append(("Content-Length", str(len(body))))
         response = await begin(self._request, upstream, extra)
-        await response.write(body)
+        await send(self._request, response, body)
         await response.write_eof()
         return response
 
@@ -231,7 +240,7 @@ class TurnRelay:
                 n += len(chunk)
                 if n <= MAX_WHOLE_REPLY:
                     pieces.append(chunk)
-                await response.write(chunk)
+                await send(self._request, response, chunk)
             self._complete = True
         except UpstreamError as e:
             return await cut(self._request, response, e, self._call.dialect, sse=False)
@@ -249,10 +258,10 @@ class TurnRelay:
         response = await begin(self._request, upstream, extra)
         try:
             for piece in pieces:
-                await response.write(piece)
+                await send(self._request, response, piece)
             pieces.clear()
             async for chunk in upstream.iter_any():
-                await response.write(chunk)
+                await send(self._request, response, chunk)
             self._complete = True
         except UpstreamError as e:
             return await cut(self._request, response, e, self._call.dialect, sse=False)
