@@ -10,7 +10,6 @@ A pool that cannot be had costs time, not an answer: nothing in here fails a dat
 that does not match (400) and, when strictness was asked for, a pool that does not exist (404).
 """
 
-import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -26,14 +25,12 @@ from polykv_proxy.sessions import SessionBook
 from polykv_proxy.tree.pool import Pool
 from polykv_proxy.tree.prefix import Tokens
 from polykv_proxy.tree.tree import PoolTree
-from polykv_proxy.upstream import EngineClient, Rendered
+from polykv_proxy.upstream import EngineClient
 
 log = logging.getLogger("polykv.attach")
 
 MIN_AUTO_TOKENS = 16
 """A shorter match only counts when it is a whole pool: all chats share a template's first tokens."""
-
-MAX_PROMPTS = 64
 
 
 class _Unpooled(Exception):
@@ -198,25 +195,12 @@ class Attacher:
         """Tokens of the body's prompts. What the engine will not render it will refuse by itself, in its own words."""
         try:
             rendered = await self._engine.render(request.path, request.body)
-            if rendered.has_media:
-                raise _Unpooled("incompatible")
-            if rendered.n_prompts == 1:
-                return [rendered.tokens]
-            return await self._render_each(request, rendered)
         except PolyKVError as e:
             log.info("not rendered: %s", e.message)
             raise _Unpooled("not_resident") from e
-
-    async def _render_each(self, request: AttachRequest, rendered: Rendered) -> list[Tokens]:
-        prompts: Any = request.body.get("prompt")
-        if not isinstance(prompts, list) or not 1 < len(prompts) <= MAX_PROMPTS or len(prompts) != rendered.n_prompts:
+        if rendered.has_media or len(rendered.prompts) != rendered.n_prompts or not all(rendered.prompts):
             raise _Unpooled("incompatible")
-        each = await asyncio.gather(
-            *(self._engine.render(request.path, request.body | {"prompt": prompt}) for prompt in prompts)
-        )
-        if any(one.has_media for one in each):
-            raise _Unpooled("incompatible")
-        return [one.tokens for one in each]
+        return list(rendered.prompts)
 
     def _remember(
         self, chain: list[int], whole: int, target: PoolId | None, compared: Comparison, version: int

@@ -68,6 +68,7 @@ class Control:
         self.watch = EngineWatch(
             self.engine,
             on_restart=self._engine_restarted,
+            on_lost=self._engine_lost,
             on_plain=self._resize_slots,
             beat=self._beat,
             heartbeat_s=heartbeat_s,
@@ -332,9 +333,12 @@ class Control:
     # The engine changed --------------------------------------------------------------------------------------------
 
     def _engine_restarted(self, stats: Stats) -> None:
+        self._engine_lost()
+        self._resize_slots(stats.n_slots)
+
+    def _engine_lost(self) -> None:
         self.residency.drop_all()
         self.sessions.engine_restarted()
-        self._resize_slots(stats.n_slots)
 
     def _resize_slots(self, n_slots: int) -> None:
         if self.deliver_grants is None and self.slots.n_waiting:

@@ -173,6 +173,8 @@ class Residency:
                 )
             except (UpstreamUnavailable, UpstreamTimeout) as e:
                 made = await self._look_for(tag, e)
+            if self._watch.sleeping:
+                await self._watch.refresh()  # it is awake now, to a new epoch
             if made.epoch not in (None, self._watch.epoch) or epoch != self._watch.epoch:
                 await self._watch.refresh()
                 made = await self._look_for(tag, UpstreamRestarted("the engine was restarted meanwhile"))
@@ -306,6 +308,8 @@ class Residency:
         for _ in range(5):
             before = self._n_changes
             listed = await self._engine.list_pools()
+            if listed.sleeping:
+                return None
             if listed.epoch != self._watch.epoch:
                 await self._watch.refresh()
             elif self._n_changes == before:

@@ -96,7 +96,10 @@ class Views:
             if session.closed:
                 continue
             slot = self._slot_of(session)
+            pool = self._tree.find(session.pool_id) if session.pool_id is not None else None
             shared = slot.n_pool_shared if slot is not None else 0
+            if pool is not None:
+                shared = min(shared, pool.prefix_len)
             facts.append(
                 SessionFacts(
                     session_id=session.session_id,

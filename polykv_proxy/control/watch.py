@@ -29,6 +29,7 @@ HEARTBEAT_S = 1.0
 
 class EngineWatch:
     """``on_restart(stats)``: a new epoch was seen. ``on_plain(n_slots)``: an engine without hooks was seen.
+    ``on_lost()``: it went to sleep, and its context with it; the next order wakes it up to a new epoch.
 
     ``beat``: called once per heartbeat while the engine is patched and ready.
     """
@@ -38,6 +39,7 @@ class EngineWatch:
         engine: EngineClient,
         *,
         on_restart: Callable[[Stats], None],
+        on_lost: Callable[[], None],
         on_plain: Callable[[int], None],
         beat: Callable[[], Awaitable[None]],
         heartbeat_s: float = HEARTBEAT_S,
@@ -45,10 +47,11 @@ class EngineWatch:
         self.engine = engine
         self.state: State = "unknown"
         self.hooks: bool | None = None
+        self.sleeping = False
         self.epoch: str | None = None
         self.stats: Stats | None = None
         self.failure: PolyKVError | None = None
-        self._on_restart, self._on_plain, self._beat = on_restart, on_plain, beat
+        self._on_restart, self._on_lost, self._on_plain, self._beat = on_restart, on_lost, on_plain, beat
         self._heartbeat_s = heartbeat_s
         self._asking: asyncio.Task[Stats | None] | None = None
         self._task: asyncio.Task[None] | None = None
@@ -129,8 +132,12 @@ class EngineWatch:
         except PolyKVError as e:
             self._failed(e)
             raise
-        self.failure, self.state, self.hooks = None, "ready", True
-        if stats.sleeping and not stats.epoch:
+        self.failure, self.state, self.hooks, self.sleeping = None, "ready", True, stats.sleeping
+        if stats.sleeping:
+            if self.epoch is not None:
+                log.info("the engine sleeps; its pools are gone")
+                self.epoch = None
+                self._on_lost()
             return stats
         self.stats = stats
         if stats.epoch != self.epoch:

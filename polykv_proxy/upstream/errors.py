@@ -82,7 +82,8 @@ def map_hook_answer(status: int, body: Any, op: str) -> PolyKVError:
         return UpstreamError(f"the engine refuses the key of POLYKV_UPSTREAM_API_KEY ({op}: {message})")
     if status == 503 and not ours:
         return UpstreamLoading(f"the engine is not ready: {message}")
-    if status == 400 and ours:
+    if (status == 400 and ours) or (op == "render" and status in (400, 500)):
+        # A template that refuses its messages throws, which llama-server answers with 500.
         return RequestError(message)
     if status == 409 and isinstance(error.get("divergence_pos"), int):
         return PrefixMismatch(message, divergence_pos=error["divergence_pos"])

@@ -107,7 +107,8 @@ class PoolSequence(_Wire):
 
 
 class PoolList(_Wire):
-    epoch: str
+    epoch: str = ""
+    sleeping: bool = False
     cells: Cells | None = None
     pools: tuple[PoolSequence, ...] = ()
 
@@ -137,12 +138,15 @@ class Freed(_Wire):
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A body exactly as its route would tokenize it. With several prompts ``tokens`` are those of the first."""
+    """A body exactly as its route would tokenize it. ``prompts``: all of them, ``tokens`` the first."""
 
     tokens: Tokens
     has_media: bool
     n_prompts: int
+    prompts: tuple[Tokens, ...] = ()
 
     @classmethod
     def read(cls, answer: dict[str, Any]) -> "Rendered":
-        return cls(array("i", answer["tokens"]), bool(answer.get("has_media")), int(answer.get("n_prompts", 1)))
+        tokens = array("i", answer["tokens"])
+        prompts = tuple(array("i", prompt) for prompt in answer.get("prompts") or ()) or (tokens,)
+        return cls(tokens, bool(answer.get("has_media")), int(answer.get("n_prompts", 1)), prompts)

@@ -283,3 +283,17 @@ async def test_stop_ends_everything(engine):
     assert task.cancelled()
     names = {t.get_name() for t in asyncio.all_tasks()}
     assert not {n for n in names if n.startswith("polykv")}
+
+
+async def test_a_sleeping_engine_wakes_up_to_a_new_epoch_and_the_pool_is_right(plane):
+    await plane.create(prompt="A" * 40, name="a")
+    plane.engine.sleep()
+    await eventually(lambda: plane.control.tree.get("a").residency == "cold")
+    assert plane.engine.sleeping  # looking does not wake it
+    status, health = await plane.call("GET", "/polykv/health")
+    assert (status, health["status"]) == (200, "ok")
+    plan = await plane.control.decide_attach(AttachRequest(path="/completion", body={"prompt": "A" * 41}))
+    assert (plan.pool_id, plan.epoch) == (1, plane.engine.epoch)
+    assert (await plane.create(tokens=[1, 2]))["residency"] == "resident"
+    await asyncio.sleep(0.2)
+    assert len(plane.engine.ready_pools()) == 2

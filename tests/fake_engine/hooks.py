@@ -69,10 +69,14 @@ class Hooks:
 
     async def _list(self, request: web.Request) -> dict[str, Any]:
         e = self.engine
+        if e.sleeping:
+            return {"sleeping": True}
         return {"epoch": e.epoch, "cells": self._cells(), "pools": [p.as_json() for p in e.pools], "saved": []}
 
     async def _stats(self, request: web.Request) -> dict[str, Any]:
         e = self.engine
+        if e.sleeping:
+            return {"sleeping": True}
         slots = [
             {
                 "id": s.id,
@@ -121,7 +125,8 @@ class Hooks:
             lists, media = self.engine.template.render(str(asked.get("path")), asked.get("body") or {})
         except (Refused, KeyError, TypeError, AttributeError) as e:
             raise HookError(400, str(e)) from e
-        return {"tokens": lists[0], "has_media": media, "n_prompts": len(lists)}
+        answer = {"tokens": lists[0], "has_media": media, "n_prompts": len(lists)}
+        return answer | {"prompts": lists} if len(lists) > 1 else answer
 
     # mutations -----------------------------------------------------------------------------------------------------
 
@@ -169,6 +174,7 @@ class Hooks:
     async def _operate(self, request: web.Request) -> dict[str, Any]:
         self._check_owner(request)
         asked = await _body(request)
+        self.engine.wake()
         if self.engine.share != "ok":
             raise HookError(501, self.engine.share)
         if asked.get("op") == "snapshot":

@@ -88,6 +88,20 @@ class FakeEngine:
     async def start(self) -> None:
         """Fresh state, new epoch, the same port as before if it ran before."""
         self.n_starts += 1
+        self.sleeping = False
+        self._new_context()
+        self._tasks = itertools.count(1)
+        self._slot_free = asyncio.Condition()
+        self.n_deferred = 0
+        self.hooks = Hooks(self)
+        app = self._application()
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.05, access_log=None)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True)
+        await site.start()
+        self.port = self._runner.addresses[0][1]
+
+    def _new_context(self) -> None:
         self.epoch = f"{secrets.token_hex(6)}.{self.n_starts}"
         self.cache = Cache(self.n_cells)
         self.slots = [Slot(id=i) for i in range(self.n_slots)]
@@ -97,10 +111,16 @@ class FakeEngine:
         self.cache.sequences = [*self.slots, self.service, *self.pools]
         self.finished: deque[dict[str, int]] = deque(maxlen=64)
         self.n_prompt_cum = 0
-        self.n_deferred = 0
-        self._tasks = itertools.count(1)
-        self._slot_free = asyncio.Condition()
-        self.hooks = Hooks(self)
+
+    def sleep(self) -> None:
+        """As --sleep-idle-seconds: the context is gone; the next work wakes it up."""
+        self.sleeping = True
+        self._new_context()
+
+    def wake(self) -> None:
+        self.sleeping = False
+
+    def _application(self) -> web.Application:
         app = web.Application(middlewares=[self._outer], client_max_size=1 << 28)
         if self.with_hooks:
             self.hooks.add_routes(app)
@@ -113,11 +133,7 @@ class FakeEngine:
         app.router.add_get("/metrics", self._metrics)
         app.router.add_post("/tokenize", self._tokenize)
         app.router.add_post("/apply-template", self._apply_template)
-        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.05, access_log=None)
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True)
-        await site.start()
-        self.port = self._runner.addresses[0][1]
+        return app
 
     async def kill(self) -> None:
         """As kill -9: every connection is reset, nothing listens."""
@@ -233,6 +249,7 @@ class FakeEngine:
         if self.with_hooks and pool_slot >= 0 and pool_slot not in {p.seq for p in self.pools}:
             return error(400, f"shared_pool_slot {pool_slot} is out of range", "polykv_error")
         jobs = [(i * body.get("n", 1) + j, tokens) for i, tokens in enumerate(lists) for j in range(body.get("n", 1))]
+        self.wake()
         out = dialect(request.path, body)
         stream: web.StreamResponse | None = None
         turns: list[Turn] = []
