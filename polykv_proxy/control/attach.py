@@ -2,7 +2,7 @@
 
     1. Engine without hooks, or a model that cannot share: unpooled.
     2. Which pool: the one it names (an unknown one: unpooled), else the session's while the prompt still starts with
-       all of it, else the deepest match of at least ``MIN_AUTO_TOKENS``.
+       all of it, else the deepest match that is worth it.
     3. How far: the prompt's tokens against the pool's. The engine renders; what was seen before is not rendered again.
     4. Make it resident (one flight per pool). If that cannot be now: unpooled, never an error.
 
@@ -30,7 +30,7 @@ from polykv_proxy.upstream import EngineClient
 log = logging.getLogger("polykv.attach")
 
 MIN_AUTO_TOKENS = 16
-"""A shorter match only counts when it is a whole pool: all chats share a template's first tokens."""
+"""Fewer tokens beyond the last whole pool do not count: all chats share a template's first tokens."""
 
 
 class _Unpooled(Exception):
@@ -180,13 +180,29 @@ class Attacher:
                 return Comparison(of_session, n_prefix, n_tokens, True)
             if n_prefix >= MIN_AUTO_TOKENS:
                 best = (of_session, n_prefix)
-        match = self._tree.match(prompts[0])
-        if match is not None and (match.whole or match.prefix_n_tokens >= MIN_AUTO_TOKENS):
-            pool = self._tree.get(match.pool_id)
-            n_prefix = match.prefix_n_tokens if len(prompts) == 1 else self._lcp(pool, prompts)
+        pool = self._deepest(prompts[0])
+        if pool is not None:
+            n_prefix = self._lcp(pool, prompts)
             if n_prefix > best[1]:
                 best = (pool, n_prefix)
         return Comparison(best[0], best[1], n_tokens, True)
+
+    def _deepest(self, tokens: Tokens) -> Pool | None:
+        """The deepest match that is worth it.
+
+        A template's next few tokens (``<|im_start|>user``) are common to all children of a pool. A prompt that leaves
+        a child right after them belongs to the pool above, which it contains entirely.
+        """
+        match = self._tree.match(tokens)
+        if match is None:
+            return None
+        pool = self._tree.get(match.pool_id)
+        if match.whole:
+            return pool
+        for above in self._tree.ancestors(match.pool_id):
+            if above.prefix_len <= match.prefix_n_tokens:
+                return above if match.prefix_n_tokens - above.prefix_len < MIN_AUTO_TOKENS else pool
+        return pool if match.prefix_n_tokens >= MIN_AUTO_TOKENS else None
 
     def _lcp(self, pool: Pool, prompts: list[Tokens]) -> int:
         return min(self._tree.lcp(pool.pool_id, tokens) for tokens in prompts)

@@ -98,13 +98,13 @@ class Views:
             slot = self._slot_of(session)
             pool = self._tree.find(session.pool_id) if session.pool_id is not None else None
             shared = slot.n_pool_shared if slot is not None else 0
-            if pool is not None:
-                shared = min(shared, pool.prefix_len)
+            # A slot may share more than its session's pool has: what an earlier attach left there is another pool's.
+            of_pool = shared if pool is None else min(shared, pool.prefix_len)
             facts.append(
                 SessionFacts(
                     session_id=session.session_id,
                     pool_id=session.pool_id,
-                    pool_n_tokens=shared,
+                    pool_n_tokens=of_pool,
                     suffix_n_tokens=max(0, slot.n_tokens - shared) if slot is not None else 0,
                     tps_ewma=self._tps(session, slot),
                     ttft_ms=session.ttft_ms,

@@ -121,6 +121,16 @@ async def test_a_short_common_beginning_is_no_automatic_match(plane):
     assert (await decide(plane, "/completion", {"prompt": "xy"})).prefix_n_tokens == 1
 
 
+async def test_a_few_common_template_tokens_are_no_reason_to_join_a_child(plane):
+    root = await plane.create(messages=[SYSTEM], name="root")
+    await plane.fork("root", messages=[SYSTEM, {"role": "user", "content": LONG}], name="child")
+    body = chat("Something else", tools=None)
+    plan = await decide(plane, body=body)
+    assert (plan.pool_id, plan.prefix_n_tokens, plan.miss_reason) == (1, root["prefix_len"], None)
+    plan = await decide(plane, body=chat(LONG[:40] + "!", tools=None))
+    assert (plan.pool_id, plan.miss_reason) == (2, "diverged")
+
+
 async def test_explicit_prefix_is_checked_and_kept(plane):
     await plane.create(prompt="A" * 40, name="a")
     body = {"prompt": "A" * 30 + "B" * 10}
