@@ -119,12 +119,14 @@ def _add_sessions(table: "Table", sessions: Sequence[Mapping[str, Any]], guide: 
 
     for session in sessions[:_SESSIONS_MAX]:
         tps = session.get("tps_ewma")
+        has_cells = session.get("prefix_n_tokens") or session["suffix_n_tokens"]
+        parts = (session.get("state"), "" if tps is None else f"{tps:.1f} tok/s", "" if has_cells else "no cells")
         table.add_row(
             Text.assemble((guide, "bright_black"), ("▸ ", "blue"), (plain(session["session_id"]), "blue")),
             "",
             count(session["suffix_n_tokens"]),
             human_bytes(session["marginal_kv_bytes"]),
-            Text(" ".join(filter(None, [session.get("state"), "" if tps is None else f"{tps:.1f} tok/s"]))),
+            Text(" ".join(filter(None, parts)), style="" if has_cells else "bright_black"),
         )
     if len(sessions) > _SESSIONS_MAX:
         table.add_row(Text(f"{guide}… and {len(sessions) - _SESSIONS_MAX} more sessions", style="bright_black"))

@@ -214,6 +214,8 @@ def _shown(field: str, value: Any) -> str:
         from datetime import UTC, datetime
 
         return datetime.fromtimestamp(value, UTC).isoformat(sep=" ", timespec="seconds")
+    if isinstance(value, dict):
+        return ", ".join(f"{name.removesuffix('_bytes')} {_shown(name, part)}" for name, part in value.items())
     if isinstance(value, list):
         return ", ".join(map(str, value)) or "none"
     return str(value)

@@ -145,7 +145,7 @@ def test_demo_shows_reuse_on_the_real_engine() -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=300,
+        timeout=550,
     )
     assert done.returncode == 0, done.stderr
     facts = json.loads(done.stdout)
@@ -170,7 +170,7 @@ def test_interrupted_demo_leaves_no_process(how: signal.Signals) -> None:
         started = descendants(running.pid)
         assert len(started) >= 3  # up, engine, proxy
         running.send_signal(how)
-        running.communicate(timeout=60)
+        running.communicate(timeout=90)
     assert running.returncode == 130
     give_up_s = time.monotonic() + 10
     while any(Path(f"/proc/{pid}").exists() for pid in started) and time.monotonic() < give_up_s:

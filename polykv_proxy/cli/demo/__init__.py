@@ -115,10 +115,8 @@ class _Demo:
         whence = ""
         if parent is not None:
             edge = "extends" if pool["branch_pos"] == parent["prefix_len"] else "branches off"
-            whence = f"{edge} {parent['name']} at {count(pool['branch_pos'])}: "
-        self.console.print(
-            f"{group.pool:<14} {whence}{count(pool['own_n_tokens'])} tokens prefilled, {took_ms:,.0f} ms"
-        )
+            whence = f"{edge} {parent['name']} at {count(pool['branch_pos'])}: +"
+        self.console.print(f"{group.pool:<14} {whence}{count(pool['own_n_tokens'])} tokens, {took_ms:,.0f} ms")
         return pool | {"client_ms": took_ms}
 
     def _fan_out(self, url: str, group: "Group", *, pooled: bool) -> "GroupRun":
