@@ -2,6 +2,7 @@
 
 core       ``Control``: plan → perform → commit or drop
 watch      what the engine is: reachable, patched, which start of it
+lease      one proxy per engine
 residency  what the engine holds, and single flight
 attach     which pool a request gets, how far, and why not further
 sources    from prompts, messages and sessions to tokens

@@ -1,6 +1,6 @@
 """Which pool a request attaches to, and how far: decided before it goes out, settled when its reply is there.
 
-    1. Engine without hooks, or a model that cannot share: unpooled.
+    1. Engine without hooks or managed by another proxy, or a model that cannot share: unpooled.
     2. Which pool: the one it names (an unknown one: unpooled), else the session's while the prompt still starts with
        all of it, else the deepest match that is worth it.
     3. How far: the prompt's tokens against the pool's. The engine renders; what was seen before is not rendered again.
@@ -61,10 +61,12 @@ class Attacher:
         watch: EngineWatch,
         residency: Residency,
         snapshot_slot: Callable[[SlotId], Awaitable[Pool | None]],
+        may_change: Callable[[], bool],
         clock: Callable[[], float],
     ):
         self._tree, self._sessions, self._engine = tree, sessions, engine
         self._watch, self._residency, self._snapshot_slot, self._clock = watch, residency, snapshot_slot, clock
+        self._may_change = may_change
         self.seen = SeenBook()
         self.version = 0
         """Goes up whenever the tree changes."""
@@ -78,7 +80,7 @@ class Attacher:
         """
         try:
             # 1.
-            if self._watch.hooks is not True or self._watch.stats is None:
+            if self._watch.hooks is not True or self._watch.stats is None or not self._may_change():
                 raise _Unpooled("no_pool")
             if self._watch.stats.share != "ok":
                 raise _Unpooled("swa_or_recurrent")

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from polykv_proxy.config import Settings
 from polykv_proxy.control.attach import Attacher
+from polykv_proxy.control.lease import TTL_S, Lease
 from polykv_proxy.control.orders import AttachPlan, AttachRequest, CreatePool, ForkPool, Outcome, Source
 from polykv_proxy.control.residency import Residency
 from polykv_proxy.control.snapshots import Snapshots
@@ -35,7 +36,7 @@ from polykv_proxy.slots import Grant, SlotBook
 from polykv_proxy.tree.pool import Pool, PoolPlan
 from polykv_proxy.tree.prefix import make_tokens
 from polykv_proxy.tree.tree import PoolTree
-from polykv_proxy.upstream import EngineClient, Materialized, SequenceGone, Stats
+from polykv_proxy.upstream import EngineClient, EngineOwned, Materialized, SequenceGone, Stats
 
 log = logging.getLogger("polykv.control")
 
@@ -55,6 +56,7 @@ class Control:
         *,
         clock: Callable[[], float] = time.monotonic,
         heartbeat_s: float = HEARTBEAT_S,
+        lease_ttl_s: float = TTL_S,
     ):
         key = settings.upstream_api_key
         self.settings = settings
@@ -73,6 +75,7 @@ class Control:
             beat=self._beat,
             heartbeat_s=heartbeat_s,
         )
+        self.lease = Lease(self.engine, ttl_s=lease_ttl_s)
         self.residency = Residency(self.tree, self.engine, self.watch)
         self.snapshots = Snapshots(self.residency, self.sessions, self.slots)
         self.attach = Attacher(
@@ -82,6 +85,7 @@ class Control:
             watch=self.watch,
             residency=self.residency,
             snapshot_slot=self._pool_of_slot,
+            may_change=lambda: self.lease.held,
             clock=clock,
         )
         self.views = Views(self.tree, self.sessions, self.watch, clock)
@@ -89,8 +93,8 @@ class Control:
 
     @property
     def hooks(self) -> bool:
-        """The engine is patched, as far as is known."""
-        return self.watch.hooks is True
+        """The engine is patched, as far as is known, and this proxy is the one that manages it."""
+        return self.watch.hooks is True and self.lease.held
 
     @property
     def ctx_total(self) -> int | None:
@@ -98,10 +102,20 @@ class Control:
         return self.watch.stats.n_ctx_slot if self.watch.stats is not None else None
 
     async def start(self) -> None:
-        """Never fails because of the engine: it may come later."""
+        """Start, also without the engine: it may come later.
+
+        Raises:  EngineOwned when another proxy that is alive manages it
+        """
         await self.watch.start()
-        if self.hooks:
-            await self._beat()
+        if self.watch.hooks and self.watch.state == "ready":
+            try:
+                await self.lease.take_at_start()
+                await self._beat()
+            except EngineOwned:
+                await self.stop()
+                raise
+            except UpstreamError as e:
+                log.warning("the engine is there but not usable yet: %s", e.message)
 
     async def stop(self) -> None:
         for task in self._working:
@@ -109,11 +123,22 @@ class Control:
         await asyncio.gather(*self._working, return_exceptions=True)
         await self.watch.stop()
         await self.residency.stop()
+        with contextlib.suppress(UpstreamError):
+            await self.lease.give_up()
         await self.engine.close()
 
     async def refresh(self) -> Stats | None:
         """Fresh stats of the engine; None when it has no hooks. Raises UpstreamError and its heirs."""
         return await self.watch.refresh()
+
+    async def _require_sharing(self) -> None:
+        """A patched engine that can share, and that is ours to change.
+
+        Raises:  EngineUnpatched, SharingUnsupported (501), EngineOwned (503), UpstreamError and its heirs
+        """
+        await self.watch.require_sharing()
+        if not self.lease.held:
+            await self.lease.renew()
 
     # Pools ---------------------------------------------------------------------------------------------------------
 
@@ -126,7 +151,7 @@ class Control:
         return await self._in_own_task(self._create(order))
 
     async def _create(self, order: CreatePool) -> dict[str, Any]:
-        await self.watch.require_sharing()
+        await self._require_sharing()
         if order.source.from_session is not None:
             return await self._create_from_session(order, order.source.from_session)
         tokens = await fetch_tokens(self.engine, order.source)
@@ -145,7 +170,7 @@ class Control:
         return await self._in_own_task(self._fork(ref, order))
 
     async def _fork(self, ref: int | str, order: ForkPool) -> dict[str, Any]:
-        await self.watch.require_sharing()
+        await self._require_sharing()
         parent = self.tree.get(ref)
         source = order.source
         if source.from_session is not None:
@@ -350,6 +375,7 @@ class Control:
     async def _beat(self) -> None:
         closed = self.sessions.sweep(self.clock())
         self.slots.forget(closed)
+        await self.lease.renew()
         await self.residency.settle()
 
     async def _in_own_task(self, work: Coroutine[Any, Any, Made]) -> Made:

@@ -92,6 +92,7 @@ class EngineClient:
     def __init__(self, base_url: str, api_key: str | None = None):
         self.base_url = base_url.rstrip("/")
         self._api_key = api_key
+        self.owner: str | None = None
         self._session: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
@@ -222,6 +223,13 @@ class EngineClient:
         """
         return _parse(Freed, await self._hook("DELETE", f"/pools/{seq}", None, "free", MUTATE_S), "free")
 
+    async def lease(self, owner: str, ttl_s: float) -> None:
+        """Become, or stay, the one proxy that may change pools; ``ttl_s`` 0 gives it up.
+
+        Raises:  EngineOwned
+        """
+        await self._hook("PUT", "/owner", orjson.dumps({"id": owner, "ttl_s": ttl_s}), "owner", READ_S)
+
     # Below ---------------------------------------------------------------------------------------------------------
 
     async def _read(self, call: Callable[[], Awaitable[dict[str, Any]]], model: type[Answer]) -> Answer:
@@ -236,6 +244,8 @@ class EngineClient:
         self, method: str, path: str, body: bytes | None, op: str, timeout_s: float | None
     ) -> dict[str, Any]:
         headers = [("Content-Type", "application/json")] if body is not None else []
+        if self.owner is not None and path.startswith(HOOKS):
+            headers.append(("x-polykv-owner", self.owner))
         try:
             async with asyncio.timeout(timeout_s):
                 async with await self.open(method, path, headers, body) as response:

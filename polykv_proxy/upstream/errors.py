@@ -34,6 +34,18 @@ class SequenceGone(UpstreamError):
     retry_after_s = 1.0
 
 
+class EngineOwned(UpstreamError):
+    """Another proxy manages this engine's pools. ``owner``: who; ``left_s``: how long its lease still runs."""
+
+    status = 503
+    code = "engine_owned"
+    retry_after_s = 5.0
+
+    def __init__(self, message: str, *, owner: str, left_s: float | None):
+        super().__init__(message, owner=owner)
+        self.left_s = left_s
+
+
 class ConnectFailed(UpstreamUnavailable):
     """No connection came about: the request certainly did not reach the engine."""
 
@@ -87,6 +99,13 @@ def map_hook_answer(status: int, body: Any, op: str) -> PolyKVError:
         return RequestError(message)
     if status == 409 and isinstance(error.get("divergence_pos"), int):
         return PrefixMismatch(message, divergence_pos=error["divergence_pos"])
+    if status == 409 and isinstance(error.get("owner"), str):
+        left_ms = error.get("ttl_ms")
+        return EngineOwned(
+            f"another proxy ({error['owner']}) manages the pools of this engine",
+            owner=error["owner"],
+            left_s=left_ms / 1e3 if isinstance(left_ms, int | float) else None,
+        )
     if status == 409 and op == "snapshot":
         return SessionNotResident(message)
     if status == 410:

@@ -60,8 +60,9 @@ async def eventually(is_so: Callable[[], Any], timeout_s: float = 5) -> None:
 
 
 @asynccontextmanager
-async def planes(engine: FakeEngine, **settings: Any) -> AsyncIterator[Plane]:
-    control = Control(load_settings(upstream_url=engine.url, state=":memory:", **settings), heartbeat_s=0.05)
+async def planes(engine: FakeEngine, lease_ttl_s: float = 5.0, **settings: Any) -> AsyncIterator[Plane]:
+    loaded = load_settings(upstream_url=engine.url, state=":memory:", **settings)
+    control = Control(loaded, heartbeat_s=0.05, lease_ttl_s=lease_ttl_s)
     app = web.Application(client_max_size=control.settings.max_body_bytes)
     add_routes(app, control)
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)

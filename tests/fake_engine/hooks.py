@@ -5,6 +5,7 @@ is emptied again after any failure.
 """
 
 import asyncio
+import time
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
@@ -27,7 +28,7 @@ class Hooks:
         self.engine = engine
         self.n_materialized = 0
         self.n_processed = 0
-        self.owner: str | None = None
+        self._owner: tuple[str, float] | None = None
         self._service = asyncio.Lock()
         self._jobs: set[asyncio.Task[dict[str, Any]]] = set()
 
@@ -132,14 +133,21 @@ class Hooks:
 
     async def _own(self, request: web.Request) -> dict[str, Any]:
         asked = await _body(request)
-        if self.owner not in (None, asked.get("id")):
-            raise HookError(409, f"owned by {self.owner}", owner=self.owner)
-        self.owner = asked["id"] if asked.get("ttl_s", 0) > 0 else None
-        return {"id": asked["id"], "ttl_s": asked.get("ttl_s", 0)}
+        self._check(asked["id"])
+        self._owner = (asked["id"], time.monotonic() + asked["ttl_s"])
+        return {"id": asked["id"], "ttl_s": asked["ttl_s"]}
+
+    @property
+    def owner(self) -> str | None:
+        return self._owner[0] if self._owner is not None and self._owner[1] > time.monotonic() else None
 
     def _check_owner(self, request: web.Request) -> None:
-        if self.owner is not None and request.headers.get("x-polykv-owner") != self.owner:
-            raise HookError(409, f"owned by {self.owner}", owner=self.owner)
+        self._check(request.headers.get("x-polykv-owner"))
+
+    def _check(self, who: str | None) -> None:
+        if self._owner is not None and self.owner is not None and who != self.owner:
+            left_ms = int((self._owner[1] - time.monotonic()) * 1e3)
+            raise HookError(409, f"pools are managed by '{self.owner}'", owner=self.owner, ttl_ms=left_ms)
 
     def _pool(self, seq: int) -> PoolSeq:
         for pool in self.engine.pools:

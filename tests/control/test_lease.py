@@ -1,0 +1,70 @@
+"""One proxy per engine: the second says who has it, and takes over when the first is dead."""
+
+import asyncio
+import time
+
+import pytest
+
+from polykv_proxy.config import load_settings
+from polykv_proxy.control import AttachRequest, Control
+from polykv_proxy.upstream import EngineOwned
+from tests.control.conftest import eventually, planes
+from tests.fake_engine import FakeEngine
+
+
+def second(engine: FakeEngine) -> Control:
+    return Control(load_settings(upstream_url=engine.url, state=":memory:"), heartbeat_s=0.05, lease_ttl_s=0.3)
+
+
+async def test_a_second_proxy_refuses_to_start_and_says_who_holds_the_engine(engine):
+    async with planes(engine, lease_ttl_s=0.3) as plane:
+        await plane.create(tokens=[1, 2, 3])
+        other = second(engine)
+        with pytest.raises(EngineOwned) as e:
+            await other.start()
+        assert plane.control.lease.owner_id in e.value.message
+        assert len(engine.ready_pools()) == 1
+        await plane.create(tokens=[4])  # the first goes on
+
+
+async def test_after_a_kill_the_lease_runs_out_and_the_next_takes_over(engine):
+    first = second(engine)
+    await first.start()
+    await first.watch.stop()  # killed: it neither renews nor gives up
+    began = time.monotonic()
+    next_one = second(engine)
+    await next_one.start()
+    assert 0.1 < time.monotonic() - began < 2
+    assert engine.hooks.owner == next_one.lease.owner_id
+    await next_one.stop()
+    await first.engine.close()
+
+
+async def test_a_proxy_that_stops_leaves_the_engine_to_the_next_at_once(engine):
+    async with planes(engine):
+        pass
+    began = time.monotonic()
+    async with planes(engine):
+        assert time.monotonic() - began < 1
+
+
+async def test_a_proxy_whose_lease_was_taken_changes_nothing_and_serves_unpooled(engine):
+    async with planes(engine) as plane:
+        await plane.create(prompt="A" * 40, name="a")
+        engine.hooks._owner = ("somebody else", time.monotonic() + 60)
+        await eventually(lambda: not plane.control.hooks)
+        error = await plane.refused(503, "engine_owned", "POST", "/polykv/pools", {"tokens": [1]})
+        assert error["owner"] == "somebody else"
+        plan = await plane.control.decide_attach(AttachRequest(path="/completion", body={"prompt": "A" * 41}))
+        assert plan.pool_id is None
+        await asyncio.sleep(0.2)
+        assert len(engine.ready_pools()) == 1
+        engine.hooks._owner = None
+        await eventually(lambda: plane.control.hooks)
+        await plane.create(tokens=[1])
+
+
+async def test_an_engine_that_restarts_learns_its_owner_again(engine):
+    async with planes(engine) as plane:
+        await engine.restart()
+        await eventually(lambda: engine.hooks.owner == plane.control.lease.owner_id)
