@@ -117,7 +117,7 @@ def _where(pool: Mapping[str, Any]) -> "Text":
 def _add_sessions(table: "Table", sessions: Sequence[Mapping[str, Any]], guide: str) -> None:
     from rich.text import Text
 
-    for session in sessions[:_SESSIONS_MAX]:
+    for session in sorted(sessions, key=lambda session: str(session["session_id"]))[:_SESSIONS_MAX]:
         tps = session.get("tps_ewma")
         has_cells = session.get("prefix_n_tokens") or session["suffix_n_tokens"]
         parts = (session.get("state"), "" if tps is None else f"{tps:.1f} tok/s", "" if has_cells else "no cells")

@@ -156,6 +156,10 @@ def test_demo_shows_reuse_on_the_real_engine() -> None:
     for length, group in zip(lengths, facts["groups"], strict=True):
         assert [a["miss_reason"] for a in group["agents"]] == [None] * 4
         assert all(a["cache_n"] >= length - 1 for a in group["agents"])
+    pools = facts["tree"]["pools"]
+    own = sum(pool["own_kv_cells"] for pool in pools)
+    suffixes = sum(session["suffix_n_tokens"] for pool in pools for session in pool["sessions"])
+    assert own + suffixes == facts["tree"]["kv_cells_used"]
 
 
 @pytest.mark.engine

@@ -99,7 +99,7 @@ class _Demo:
             "pools": pools,
             "groups": [asdict(run) for run in runs],
             "without_pools": alone and asdict(alone),
-            "kv_cells_used": used_cells,
+            "tree": view,
         }
 
     def _start(self, stack: "Stack", what: str) -> None:
