@@ -15,7 +15,7 @@ from aiohttp import web
 from polykv_proxy import routes
 from polykv_proxy.config import Settings
 from polykv_proxy.control import Control
-from polykv_proxy.errors import MethodNotAllowed, PolyKVError, RouteNotFound
+from polykv_proxy.errors import InvariantError, MethodNotAllowed, PolyKVError, RouteNotFound
 from polykv_proxy.relay.doors import Door, door_of, shows_prompts, target_of
 from polykv_proxy.relay.pump import only_their_headers, refuse, request_id_of
 from polykv_proxy.relay.relay import Relay
@@ -67,7 +67,13 @@ def make_app(settings: Settings) -> web.Application:
     app.on_response_prepare.append(only_their_headers)
     app.cleanup_ctx.append(_running)
     routes.add_routes(app, control)
+    app.router.add_route("*", "/{engine:(?!polykv(?:/|$)).*}", _never_reached)
     return app
+
+
+async def _never_reached(request: web.Request) -> web.StreamResponse:
+    """Only there so that the router need not make a 404 for every request that the middleware relays."""
+    raise InvariantError(f"{request.path} came through the door")
 
 
 async def _running(app: web.Application) -> AsyncIterator[None]:

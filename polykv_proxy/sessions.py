@@ -9,7 +9,7 @@ Soft state by design: a session that is forgotten attaches again and prefills it
 
 import secrets
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -92,11 +92,13 @@ class SessionBook:
     anonymous_idle_s: float = 30.0
     known_s: float = 86_400.0
     max_known: int = 100_000
-    new_id: Callable[[], str] = lambda: secrets.token_hex(8)
+    run: str = field(default_factory=lambda: secrets.token_hex(4))
+    """Of this start of the proxy: names made up by an earlier one must not come up again."""
     _sessions: dict[SessionId, Session] = field(default_factory=dict)
     _marks: dict[Mark, list[SessionId]] = field(default_factory=lambda: defaultdict(list))
     _text_lengths: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     _n_turns: int = 0
+    _n_made: int = 0
 
     def __iter__(self) -> Iterator[Session]:
         return iter(self._sessions.values())
@@ -139,7 +141,8 @@ class SessionBook:
 
     def make(self, now_s: float) -> Session:
         """A session for a client that named none and was not recognised."""
-        session = Session(SessionId(f"anon-{self.new_id()}"), False, now_s, now_s)
+        self._n_made += 1
+        session = Session(SessionId(f"anon-{self.run}-{self._n_made}"), False, now_s, now_s)
         self._sessions[session.session_id] = session
         return session
 

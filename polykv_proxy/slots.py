@@ -38,7 +38,7 @@ class Grant:
     displaced: tuple[SessionId, ...] = ()
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Slot:
     slot_id: SlotId
     owner: SessionId | None = None
@@ -47,10 +47,6 @@ class _Slot:
     used_s: float = 0.0
     n_outside: int = 0
     engine_busy: bool = False
-
-    @property
-    def free(self) -> bool:
-        return self.ticket_id is None and not self.n_outside and not self.engine_busy
 
 
 @dataclass(slots=True)
@@ -80,7 +76,7 @@ class SlotBook:
     @property
     def unsure(self) -> bool:
         """A slot is closed only because the engine may still be using it."""
-        return any(s.engine_busy and s.ticket_id is None for s in self._slots)
+        return bool([s for s in self._slots if s.engine_busy and s.ticket_id is None])
 
     @property
     def needs_look(self) -> bool:
@@ -105,7 +101,7 @@ class SlotBook:
 
     def request(self, ticket: Ticket, now_s: float) -> list[Grant]:
         self._waiting[ticket.ticket_id] = ticket
-        return self._pump(now_s)
+        return self._pump(now_s) if len(self._waiting) == 1 else []
 
     def withdraw(self, ticket_id: int, now_s: float) -> list[Grant]:
         """Out of the queue, wherever it stood."""
@@ -117,8 +113,9 @@ class SlotBook:
         if grant is None:
             return []
         mark = grant.ticket.conversation.mark() if grant.ticket.conversation else None
-        for slot in self._slots:
-            if slot.ticket_id == ticket_id:
+        for slot_id in grant.slots:
+            slot = self._slots[slot_id] if slot_id < len(self._slots) else None
+            if slot is not None and slot.ticket_id == ticket_id:
                 slot.ticket_id, slot.used_s = None, now_s
                 slot.engine_busy = slot.engine_busy or unsure
                 slot.mark = mark
@@ -153,8 +150,8 @@ class SlotBook:
         grants = []
         while self._waiting:
             ticket = next(iter(self._waiting.values()))
-            free = [s for s in self._slots if s.free]
-            if len(free) < min(ticket.n, len(self._slots)) or not free:
+            free = [s for s in self._slots if s.ticket_id is None and not s.n_outside and not s.engine_busy]
+            if not free or len(free) < min(ticket.n, len(self._slots)):
                 break
             del self._waiting[ticket.ticket_id]
             grants.append(self._grant(ticket, free, now_s))
@@ -162,32 +159,32 @@ class SlotBook:
 
     def _grant(self, ticket: Ticket, free: list[_Slot], now_s: float) -> Grant:
         first = self._choose(ticket, free, now_s)
-        chosen = [first, *(s for s in free if s is not first)][: max(1, ticket.n)]
+        chosen = [first] if ticket.n <= 1 else [first, *[s for s in free if s is not first]][: ticket.n]
         displaced = []
         for slot in chosen:
             if slot.owner is not None and slot.owner != ticket.session:
                 displaced.append(slot.owner)
             slot.owner = ticket.session if slot is first else None
             slot.mark, slot.ticket_id = None, ticket.ticket_id
-        for slot in self._slots:
-            if slot not in chosen and slot.ticket_id is None and ticket.session and slot.owner == ticket.session:
-                # It moved, its slot was closed when it asked: an idle session owns one slot.
-                slot.owner = None
+        if ticket.session is not None:
+            for slot in self._slots:
+                if slot.owner == ticket.session and slot.ticket_id is None:
+                    # It moved, its slot was closed when it asked: an idle session owns one slot.
+                    slot.owner = None
         grant = Grant(ticket, tuple(s.slot_id for s in chosen), tuple(displaced))
         self._held[ticket.ticket_id] = grant
         return grant
 
     def _choose(self, ticket: Ticket, free: list[_Slot], now_s: float) -> _Slot:
-        if ticket.session is not None:
-            for slot in free:
-                if slot.owner == ticket.session:
-                    return slot
-
-        def fitness(slot: _Slot) -> tuple[bool, int, float]:
+        said, best, best_fitness = ticket.conversation, free[0], (True, 0, float("inf"))
+        for slot in free:
+            if slot.owner is not None and slot.owner == ticket.session:
+                return slot
             live = slot.owner is not None and self.is_live(slot.owner, now_s)
             fits = 0
-            if not live and slot.mark is not None and ticket.conversation is not None:
-                fits = slot.mark.length if ticket.conversation.covers(slot.mark) else 0
-            return (live, -fits, slot.used_s)
-
-        return min(free, key=fitness)
+            if not live and slot.mark is not None and said is not None and said.covers(slot.mark):
+                fits = slot.mark.length
+            fitness = (live, -fits, slot.used_s)
+            if fitness < best_fitness:
+                best, best_fitness = slot, fitness
+        return best

@@ -39,10 +39,12 @@ class SlotDesk:
         if look_first:
             self.deliver(self.book.observe(await self._seen(), self._clock()))
         ticket = Ticket(next(self._numbers), session, n, conversation)
+        at_once = self.book.request(ticket, self._clock())
+        if at_once:
+            return at_once[0]
         future: asyncio.Future[Grant] = asyncio.get_running_loop().create_future()
         self._waiting[ticket.ticket_id] = future
         try:
-            self.deliver(self.book.request(ticket, self._clock()))
             self._look_if_needed()
             return await future
         except BaseException:

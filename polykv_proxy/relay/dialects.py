@@ -44,6 +44,7 @@ TAKES_A_SLOT = frozenset(
 )
 """Paths of ``POST`` requests that occupy a slot of the engine's own choice unless they are pinned."""
 
+_NOTHING: frozenset[str] = frozenset()
 _MARKERS = (b'"pool_id"', b'"session_id"', b'"shared_p', b'"overcommit"', b"\\u00")
 
 
@@ -93,8 +94,9 @@ def read_call(
     """Read an attachable request. ``headers``: case-insensitive. Raises RequestError on a field of a wrong type."""
     dialect = ATTACHABLE[path]
     fields = read_fields(body, headers)
-    carried = frozenset(BODY_FIELDS & body.keys())
-    if carried:
+    carried = _NOTHING
+    if not body.keys().isdisjoint(BODY_FIELDS):
+        carried = frozenset(BODY_FIELDS & body.keys())
         body = {key: value for key, value in body.items() if key not in carried}
     call = Call(path, dialect, raw, body, fields, carried, stream=body.get("stream") is True)
     call.n_choices = _positive(body.get("n_cmpl", body.get("n"))) if dialect is not Dialect.MESSAGES else 1
@@ -178,12 +180,11 @@ def _has_media(call: Call) -> bool:
     messages = call.body.get("input" if call.dialect is Dialect.RESPONSES else "messages")
     if not isinstance(messages, list):
         return False
-    return any(_part_is_media(part) for m in messages if isinstance(m, dict) for part in _parts(m))
-
-
-def _parts(item: dict[str, Any]) -> list[Any]:
-    content = item.get("content")
-    return content if isinstance(content, list) else []
+    for message in messages:
+        content = message.get("content") if isinstance(message, dict) else None
+        if isinstance(content, list) and any(_part_is_media(part) for part in content):
+            return True
+    return False
 
 
 def _part_is_media(part: Any) -> bool:
@@ -191,5 +192,6 @@ def _part_is_media(part: Any) -> bool:
         return False
     kind = part.get("type")
     if kind == "tool_result":
-        return any(_part_is_media(p) for p in _parts(part))
+        inner = part.get("content")
+        return isinstance(inner, list) and any(_part_is_media(p) for p in inner)
     return isinstance(kind, str) and kind not in _TEXT_PARTS

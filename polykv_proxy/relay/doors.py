@@ -6,6 +6,7 @@ reached through ``//``, ``%2f``, ``..``, ``;`` or another case. The rest goes on
 
 import re
 from enum import Enum
+from functools import lru_cache
 from urllib.parse import unquote_to_bytes
 
 
@@ -47,11 +48,13 @@ def canonical(path: str) -> str:
     return "/" + "/".join(parts)
 
 
+@lru_cache(maxsize=512)
 def shows_prompts(target: str) -> bool:
     """llama-server's slots show what others asked."""
     return canonical(target.partition("?")[0]).startswith("/slots")
 
 
+@lru_cache(maxsize=512)
 def door_of(target: str) -> Door:
     path = target.partition("?")[0].partition("#")[0]
     flat = canonical(path)

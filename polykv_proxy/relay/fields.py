@@ -14,8 +14,7 @@ from polykv_proxy.ids import SessionId, SlotId
 BODY_FIELDS = frozenset({"pool_id", "session_id", "shared_prefix_n_tokens", "shared_pool_slot", "overcommit"})
 ENGINE_FIELDS = frozenset({"shared_pool_gen", "shared_pool_epoch"})
 """The proxy's own words to the engine. A client's are taken out as well."""
-FIELD_HEADERS = frozenset({"x-pool-id", "x-session-id", "x-polykv-overcommit"})
-OWN_HEADERS = FIELD_HEADERS | {"x-polykv-strict"}
+OWN_HEADERS = frozenset({"x-pool-id", "x-session-id", "x-polykv-overcommit", "x-polykv-strict"})
 """Headers addressed to the proxy; the engine never sees them."""
 
 MAX_SESSION_ID = 256
@@ -36,9 +35,10 @@ class Fields:
 
 def read_fields(body: Mapping[str, Any], headers: Mapping[str, str]) -> Fields:
     """Body beats header. Raises RequestError (400)."""
-    given = any(body.get(name) is not None for name in BODY_FIELDS) or any(name in headers for name in FIELD_HEADERS)
-    fields = Fields(given=given, strict=_flag(headers.get("x-polykv-strict"), "x-polykv-strict"))
-    if not given:
+    fields = Fields(given=in_headers(headers), strict=_flag(headers.get("x-polykv-strict"), "x-polykv-strict"))
+    if not body.keys().isdisjoint(BODY_FIELDS):
+        fields.given = fields.given or any(body.get(name) is not None for name in BODY_FIELDS)
+    if not fields.given:
         return fields
     pool = body.get("pool_id")
     fields.pool = _pool(pool, "pool_id") if pool is not None else _pool(headers.get("x-pool-id") or None, "x-pool-id")
@@ -58,6 +58,11 @@ def read_fields(body: Mapping[str, Any], headers: Mapping[str, str]) -> Fields:
     else:
         raise RequestError("overcommit must be true or false", param="overcommit")
     return fields
+
+
+def in_headers(headers: Mapping[str, str]) -> bool:
+    """Whether a field comes as a header."""
+    return "x-pool-id" in headers or "x-session-id" in headers or "x-polykv-overcommit" in headers
 
 
 def can_be_session_id(value: Any) -> bool:

@@ -5,8 +5,8 @@ a reply that broke off never looks like one that ended: the connection is closed
 """
 
 import asyncio
+import os
 import re
-import uuid
 from collections.abc import AsyncIterator, Iterable
 
 import orjson
@@ -42,6 +42,9 @@ class RelayedResponse(web.StreamResponse):
     def __init__(self, status: int, reason: str, headers: Iterable[tuple[str, str]]):
         super().__init__(status=status, reason=reason or None, headers=CIMultiDict(headers))
         self._given = {name.lower() for name in self.headers}
+        # A head with a length travels with the first piece of its body, as llama-server sends it; of a stream it goes
+        # ahead.
+        self._send_headers_immediately = "content-length" not in self._given
 
     def drop_added(self) -> None:
         for name in _ADDED_BY_AIOHTTP:
@@ -58,7 +61,7 @@ async def only_their_headers(_request: web.Request, response: web.StreamResponse
 def request_id_of(request: web.Request) -> str:
     """The client's own id if it is sane, else a new one."""
     given = request.headers.get("x-request-id", "")
-    return given if _SANE_ID.fullmatch(given) else uuid.uuid4().hex
+    return given if given and _SANE_ID.fullmatch(given) else os.urandom(16).hex()
 
 
 def raw_headers_of(request: web.Request, drop: frozenset[str] = frozenset()) -> list[tuple[str, str]]:
@@ -76,6 +79,8 @@ async def read_body(request: web.Request, limit: int) -> bytes:
     length = request.content_length
     if length is not None and length > limit:
         raise BodyTooLarge(f"the body has {length} bytes; at most {limit} are read here", limit=limit)
+    if length is not None and request.content.is_eof():
+        return request.content.read_nowait()
     pieces: list[bytes] = []
     n = 0
     async for piece in _pieces(request):
@@ -98,6 +103,9 @@ async def relayed_body(request: web.Request) -> bytes | AsyncIterator[bytes] | N
 async def _pieces(request: web.Request) -> AsyncIterator[bytes]:
     """The body as it comes. Raises BodyTimeout (408) when nothing comes any more."""
     content = request.content
+    if content.is_eof():
+        yield content.read_nowait()
+        return
     while not content.at_eof():
         try:
             async with asyncio.timeout(BODY_IDLE_S):

@@ -17,7 +17,7 @@ from polykv_proxy.errors import Draining, InvariantError, PolyKVError, RequestEr
 from polykv_proxy.ids import SlotId
 from polykv_proxy.relay.desk import SlotDesk
 from polykv_proxy.relay.dialects import ATTACHABLE, TAKES_A_SLOT, Call, Dialect, may_carry_fields, parse_json, read_call
-from polykv_proxy.relay.fields import FIELD_HEADERS, OWN_HEADERS
+from polykv_proxy.relay.fields import OWN_HEADERS, in_headers
 from polykv_proxy.relay.pump import has_begun, pump_plain, raw_headers_of, read_body, refuse, relayed_body
 from polykv_proxy.relay.turn import TurnRelay
 from polykv_proxy.upstream.client import Body
@@ -103,7 +103,7 @@ class Relay:
 
     def _read(self, request: web.Request, path: str, raw: bytes) -> Call | None:
         """None: relay it as it is."""
-        by_header = any(name in request.headers for name in FIELD_HEADERS)
+        by_header = in_headers(request.headers)
         automatic = self.control.settings.mode == "auto" and self.control.hooks
         if not automatic and not by_header and not may_carry_fields(raw):
             return None

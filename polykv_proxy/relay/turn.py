@@ -99,6 +99,8 @@ class TurnRelay:
             receipt.miss_reason = "incompatible"
             return
         fields = call.fields
+        if not call.explicit and not len(self._control.tree):
+            return  # no pools, nothing to decide
         plan = self._plan = await self._control.decide_attach(
             AttachRequest(
                 path=call.path,

@@ -211,13 +211,12 @@ async def test_a_reader_that_takes_nothing_any_more_is_hung_up_on(
     monkeypatch.setattr(pump, "STALL_S", 0.3)
     size = 50_000_000
     script = [OK + b"Content-Length: %d\r\n\r\n" % size, *([b"x" * 100_000] * (size // 100_000))]
-    async with RawEngine(script) as engine, make_proxy(engine.url) as proxy:
-        async with connected(proxy.url) as (reader, writer):
-            writer.write(get("/big"))
-            await reader.readuntil(b"\r\n\r\n")
-            reader._transport.pause_reading()  # type: ignore[attr-defined]
-            await until(lambda: engine.left.is_set())
-            await all_at_rest(proxy)
+    async with RawEngine(script) as engine, make_proxy(engine.url) as proxy, connected(proxy.url) as (reader, writer):
+        writer.write(get("/big"))
+        await reader.readuntil(b"\r\n\r\n")
+        reader._transport.pause_reading()  # type: ignore[attr-defined]
+        await until(engine.left.is_set)
+        await all_at_rest(proxy)
 
 
 async def test_an_upload_that_stops_in_the_middle_is_a_408(
