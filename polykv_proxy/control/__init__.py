@@ -1,6 +1,7 @@
 """Control: the one writer of state, between the doors (relay, routes) and the pure rooms (tree, gate, upstream).
 
-core       ``Control``: plan → perform → commit or drop
+core       ``Control``: what the doors talk to
+pools      plan → perform → commit or drop
 watch      what the engine is: reachable, patched, which start of it
 lease      one proxy per engine
 residency  what the engine holds, and single flight

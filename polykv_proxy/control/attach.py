@@ -68,8 +68,7 @@ class Attacher:
         self._watch, self._residency, self._snapshot_slot, self._clock = watch, residency, snapshot_slot, clock
         self._may_change = may_change
         self.seen = SeenBook()
-        self.version = 0
-        """Goes up whenever the tree changes."""
+        self._version = 0
 
     # Before --------------------------------------------------------------------------------------------------------
 
@@ -154,13 +153,13 @@ class Attacher:
         target = named or of_session
         target_id = target.pool_id if target is not None else None
         chain = chain_of(request.path, request.body)
-        whole = whole_key(request.path, request.body)
+        whole = ~chain[-1] if chain else whole_key(request.path, request.body)
         if request.explicit_p is None:
-            seen = self.seen.find([*chain, whole], target_id, self.version)
+            seen = self.seen.find([*chain, whole], target_id, self._version)
             if seen is not None:
                 pool = self._tree.find(seen.pool_id) if seen.pool_id is not None else None
                 return Comparison(pool, seen.n_tokens, seen.whole_n_tokens, seen.exact)
-        version = self.version
+        version = self._version
         prompts = await self._render(request)
         compared = self.compare_tokens(prompts, named, of_session)
         if len(prompts) == 1:
@@ -232,13 +231,23 @@ class Attacher:
         if chain and compared.prefix_n_tokens <= n_tokens - MARGIN_TOKENS:
             self.seen.remember(chain[-1], target, Seen(pool_id, compared.prefix_n_tokens, version))
 
+    def forget_deepest(self) -> None:
+        """The tree changed: another pool may be the deepest match now."""
+        self._version += 1
+
     def learn_pool(self, pool: Pool, path: str, body: dict[str, Any]) -> None:
         """A pool was made from these messages: every chat that starts with them starts with all its tokens."""
         chain = chain_of(path, body)
         if chain:
-            seen = Seen(pool.pool_id, pool.prefix_len, self.version)
+            seen = Seen(pool.pool_id, pool.prefix_len, self._version)
             self.seen.remember(chain[-1], pool.pool_id, seen)
-            self.seen.remember(chain[-1], None, seen)
+            if not self._continued(pool):
+                self.seen.remember(chain[-1], None, seen)
+
+    def _continued(self, pool: Pool) -> bool:
+        """Whether another pool starts with all of this one's tokens: a chat may match that one further."""
+        n, tree = pool.prefix_len, self._tree
+        return any(p.prefix_len > n and tree.hash_at(p.pool_id, n) == pool.tokens_hash for p in tree)
 
     async def project(self, path: str, body: dict[str, Any], named: Pool | None) -> dict[str, Any]:
         """Say what ``decide`` would find for a prompt, without changing or preparing anything.

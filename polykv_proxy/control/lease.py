@@ -1,7 +1,7 @@
 """One proxy per engine: the lease that says who may change pools.
 
 Two proxies would free each other's sequences and hand out the same slots. So every proxy leases the engine under a
-name of its own, renews with every heartbeat, and changes nothing without it. A proxy that was killed stops renewing;
+name of its own, renews it from the heartbeat, and changes nothing without it. A proxy that was killed stops renewing;
 its successor waits for the rest of the lease and takes over. An engine that restarts knows no owner; the next renewal
 tells it.
 """
@@ -11,6 +11,7 @@ import logging
 import os
 import secrets
 import socket
+import time
 
 from polykv_proxy.errors import EngineUnpatched
 from polykv_proxy.upstream import EngineClient, EngineOwned
@@ -26,6 +27,7 @@ class Lease:
         self._ttl_s = ttl_s
         self.owner_id = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
         self.held = False
+        self._renewed_s = float("-inf")
         engine.owner = self.owner_id
 
     async def renew(self) -> None:
@@ -44,7 +46,16 @@ class Lease:
             log.debug("this engine knows no owners")
         if not self.held:
             log.info("this proxy (%s) manages the engine's pools now", self.owner_id)
-        self.held = True
+        self.held, self._renewed_s = True, time.monotonic()
+
+    async def renew_when_due(self) -> None:
+        """Renew with a third of the lease gone. Raises as ``renew``."""
+        if not self.held or time.monotonic() - self._renewed_s >= self._ttl_s / 3:
+            await self.renew()
+
+    def forgotten(self) -> None:
+        """The engine restarted and knows no owner: renew at the next heartbeat."""
+        self._renewed_s = float("-inf")
 
     async def take_at_start(self) -> None:
         """Take the lease; wait for that of a predecessor that may be dead to run out.

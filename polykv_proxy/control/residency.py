@@ -107,7 +107,7 @@ class Residency:
     async def _bring(self, pool: Pool) -> Held:
         self._tree.set_residency(pool.pool_id, "materializing")
         cold = [above for above in self._tree.ancestors(pool.pool_id) if self.held(above) is None]
-        if self._n_free() > len(cold):
+        if self.n_free() > len(cold):
             # Parents first, so that every token is prefilled by its owner and shared from there.
             for above in reversed(cold):
                 await self.ensure(above)
@@ -131,7 +131,7 @@ class Residency:
         holder = self._tree.holder(parent.pool_id, branch_pos)
         return holder.seq_id if holder is not None else None
 
-    def _n_free(self) -> int:
+    def n_free(self) -> int:
         n_max = self._watch.stats.max_pools if self._watch.stats is not None else 0
         return n_max - sum(1 for pool in self._tree if pool.seq_id is not None) - len(self._tags)
 

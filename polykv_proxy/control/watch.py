@@ -77,6 +77,7 @@ class EngineWatch:
             await asyncio.wait([self._asking])
         if self._asking is None or self._asking.done():
             self._asking = asyncio.create_task(self._ask(), name="polykv-stats")
+            self._asking.add_done_callback(lambda task: task.cancelled() or task.exception())
         return await asyncio.shield(self._asking)
 
     async def require_patched(self) -> Stats:
@@ -104,12 +105,14 @@ class EngineWatch:
     async def _run(self) -> None:
         while True:
             await asyncio.sleep(self._heartbeat_s)
-            await self._try_refresh()
-            if self.state == "ready" and self.hooks:
-                try:
+            try:
+                await self._try_refresh()
+                if self.state == "ready" and self.hooks:
                     await self._beat()
-                except PolyKVError as e:
-                    log.warning("heartbeat: %s", e.message)
+            except PolyKVError as e:
+                log.warning("heartbeat: %s", e.message)
+            except Exception:
+                log.exception("a bug in the heartbeat; it goes on")
 
     async def _try_refresh(self) -> None:
         before = (self.state, self.hooks)

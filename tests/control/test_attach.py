@@ -231,6 +231,13 @@ async def test_a_new_deeper_pool_is_found_although_the_chat_was_seen(plane):
     assert (await decide(plane, body=chat(LONG, "more"))).pool_id == 2
 
 
+async def test_a_longer_pool_made_before_a_shorter_one_is_still_the_deepest(plane):
+    await plane.create(messages=[SYSTEM, {"role": "user", "content": LONG}])
+    await plane.create(messages=[SYSTEM])
+    assert (await decide(plane, body=chat(LONG))).pool_id == 1
+    assert (await decide(plane, body=chat("Hi", tools=None))).pool_id == 2
+
+
 async def test_a_released_pool_is_not_remembered(plane):
     await plane.create(messages=[SYSTEM], name="a")
     assert (await decide(plane)).pool_id == 1

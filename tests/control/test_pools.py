@@ -222,6 +222,17 @@ async def test_no_free_sequence_and_no_free_cells():
         assert (len(plane.control.tree), engine.cache.used()) == (1, 20)
 
 
+async def test_the_last_sequence_is_enough_for_a_child_of_a_cold_parent():
+    async with FakeEngine(max_pools=1) as engine, planes(engine) as plane:
+        await plane.create(tokens=[1, 2, 3], name="a")
+        await engine.restart()
+        child = await plane.fork("a", own_tokens=[4])
+        assert (child["branch_pos"], child["own_n_tokens"]) == (3, 1)
+        _, view = await plane.call("GET", "/polykv/pools")
+        assert [p["own_kv_cells"] for p in view["pools"]] == [3, 1]
+        assert engine.cache.used() == 4
+
+
 async def test_a_model_that_cannot_share_is_a_501_with_the_reason():
     async with FakeEngine(share="sliding window without --swa-full") as engine, planes(engine) as plane:
         error = await plane.refused(501, "sharing_unsupported", "POST", "/polykv/pools", {"tokens": [1]})

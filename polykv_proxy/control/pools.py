@@ -1,0 +1,202 @@
+"""Making pools and letting them go: plan on the tree, perform in the engine, commit or drop.
+
+Each of these runs in a task of its own (``core``), so that a caller who leaves does not leave it half done. The steps
+between two awaits are the critical sections: an engine's answer is committed in the step in which it comes.
+"""
+
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+from polykv_proxy.control.orders import CreatePool, ForkPool, Source
+from polykv_proxy.control.residency import Residency
+from polykv_proxy.control.snapshots import Snapshots
+from polykv_proxy.control.sources import CHAT, fetch_tokens
+from polykv_proxy.control.views import Views, pool_answer
+from polykv_proxy.control.watch import EngineWatch
+from polykv_proxy.errors import BranchNotExact, UpstreamError, UpstreamRestarted
+from polykv_proxy.ids import PoolId, SeqId, SessionId, SlotId
+from polykv_proxy.sessions import SessionBook
+from polykv_proxy.tree.pool import Pool, PoolPlan
+from polykv_proxy.tree.prefix import make_tokens
+from polykv_proxy.tree.tree import PoolTree
+from polykv_proxy.upstream import EngineClient, Materialized, SequenceGone
+
+log = logging.getLogger("polykv.pools")
+
+
+class PoolWork:
+    """``require_sharing``: raises unless the engine can hold pools and is ours. ``tree_changed``, ``learn_pool``:
+    told."""
+
+    def __init__(
+        self,
+        *,
+        tree: PoolTree,
+        sessions: SessionBook,
+        engine: EngineClient,
+        watch: EngineWatch,
+        residency: Residency,
+        snapshots: Snapshots,
+        views: Views,
+        require_sharing: Callable[[], Awaitable[None]],
+        tree_changed: Callable[[], None],
+        learn_pool: Callable[[Pool, str, dict[str, Any]], None],
+        clock: Callable[[], float],
+    ):
+        self._tree, self._sessions, self._engine, self._watch = tree, sessions, engine, watch
+        self._residency, self._snapshots, self._views, self._clock = residency, snapshots, views, clock
+        self._require_sharing, self._tree_changed, self._learn_pool = require_sharing, tree_changed, learn_pool
+
+    async def create(self, order: CreatePool) -> dict[str, Any]:
+        await self._require_sharing()
+        if order.source.from_session is not None:
+            return await self._create_from_session(order, order.source.from_session)
+        tokens = await fetch_tokens(self._engine, order.source)
+        plan = self._tree.plan_root(tokens, name=order.name)
+        began_s = self._clock()
+        with self._dropped_on_failure(plan):
+            made = await self._residency.materialize(tokens, None, 0, plan.pool_id)
+        return await self._commit(plan, made, order, None, began_s)
+
+    async def fork(self, ref: int | str, order: ForkPool) -> dict[str, Any]:
+        await self._require_sharing()
+        parent = self._tree.get(ref)
+        source = order.source
+        if source.from_session is not None:
+            return await self._fork_from_session(parent, order, source.from_session)
+        if source.own_tokens is not None:
+            own = make_tokens(source.own_tokens, param="own_tokens")
+            plan = self._tree.plan_fork_own(parent.pool_id, own, branch_pos=order.branch_pos, name=order.name)
+        else:
+            tokens = await fetch_tokens(self._engine, source)
+            plan = self._tree.plan_fork(parent.pool_id, tokens, branch_pos=order.branch_pos, name=order.name)
+        began_s = self._clock()
+        with self._dropped_on_failure(plan):
+            made, shared = await self._materialize_fork(parent, plan)
+        branch_pos = made.branch_pos if shared else None
+        return await self._commit(plan, made, order, branch_pos, began_s, exact=order.exact)
+
+    async def _materialize_fork(self, parent: Pool, plan: PoolPlan) -> tuple[Materialized, bool]:
+        """The child's cells, and whether they are shared with the parent's."""
+        for _ in range(3):
+            if self._residency.held(parent) is not None or self._residency.n_free() > 1:
+                await self._residency.ensure(parent)
+            # Else the child takes the last sequence and holds the parent's range as well.
+            source = self._residency.source(parent, plan.branch_pos)
+            try:
+                made = await self._residency.materialize(plan.tokens, source, plan.branch_pos, plan.pool_id)
+            except SequenceGone:
+                # The parent's cells went away between the look and the order: learn what is there, and once more.
+                await self._watch.refresh()
+                await self._residency.reconcile()
+                continue
+            return made, source is not None
+        raise UpstreamRestarted(f"the engine lost pool {parent.label} again and again")
+
+    async def _commit(
+        self,
+        plan: PoolPlan,
+        made: Materialized,
+        order: CreatePool | ForkPool,
+        branch_pos: int | None,
+        began_s: float,
+        *,
+        exact: bool = False,
+    ) -> dict[str, Any]:
+        """The engine holds it: put it on the tree in the same step."""
+        if branch_pos is not None and branch_pos > plan.branch_pos:
+            branch_pos = plan.branch_pos
+        if exact and branch_pos is not None and branch_pos != plan.branch_pos:
+            self._tree.drop(plan)
+            await self._residency.give_back(SeqId(made.seq))
+            raise BranchNotExact(
+                f"this model keeps checkpoints: the nearest branch to {plan.branch_pos} is at {branch_pos}",
+                branch_pos=branch_pos,
+            )
+        now_s = self._clock()
+        pool = self._tree.commit(plan, now_s=now_s, branch_pos=branch_pos, pin=order.pin, ttl_s=order.ttl_s)
+        self._tree_changed()
+        await self._residency.adopt(pool, made)
+        self._learn_messages(pool, order.source)
+        log.info("pool %s: [%d, %d) in sequence %d", pool.label, pool.branch_pos, pool.prefix_len, made.seq)
+        return pool_answer(pool) | {"materialize_ms": round((now_s - began_s) * 1e3, 1)}
+
+    def _learn_messages(self, pool: Pool, source: Source) -> None:
+        if source.messages is None:
+            return
+        body: dict[str, Any] = {"messages": source.messages}
+        if source.tools is not None:
+            body["tools"] = source.tools
+        if source.chat_template_kwargs is not None:
+            body["chat_template_kwargs"] = source.chat_template_kwargs
+        self._learn_pool(pool, CHAT, body)
+
+    @contextlib.contextmanager
+    def _dropped_on_failure(self, plan: PoolPlan) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._tree.drop(plan)
+            raise
+
+    async def release(self, pool_id: PoolId, *, recursive: bool) -> dict[str, Any]:
+        with contextlib.suppress(UpstreamError):
+            await self._watch.refresh()  # what the sessions hold; only the numbers of the answer need it
+        facts = self._views.session_facts()
+        before = self._views.accounts(facts)
+        released = self._tree.release(pool_id, recursive=recursive)
+        gone = {pool.pool_id for pool in released}
+        users = [fact for fact in facts if fact.pool_id in gone]
+        seq_ids = [pool.seq_id for pool in released if pool.seq_id is not None]
+        self._residency.claim(seq_ids)
+        self._tree_changed()
+        for pool in released:
+            self._sessions.released(pool.pool_id)
+        await self._residency.give_back_claimed(seq_ids)
+        kept = self._views.kept_by_sessions(released, users)
+        after = self._views.accounts([fact for fact in facts if fact.pool_id not in gone])
+        n_cells = before.total_cells - after.total_cells - kept["kv_cells"] - sum(u.suffix_n_tokens for u in users)
+        return {
+            "released": [pool.pool_id for pool in released],
+            "freed_now": {"seq_ids": len(seq_ids), "kv_cells": n_cells, "kv_bytes": self._views.kv_bytes(n_cells)},
+            "freed_later": kept,
+        }
+
+    # From what a slot holds ----------------------------------------------------------------------------------------
+
+    async def _create_from_session(self, order: CreatePool, session_id: SessionId) -> dict[str, Any]:
+        began_s = self._clock()
+        made, tokens = await self._snapshots.of_session(session_id)
+        plan = await self._plan_or_give_back(made, lambda: self._tree.plan_root(tokens, name=order.name))
+        return await self._commit(plan, made, order, None, began_s)
+
+    async def _fork_from_session(self, parent: Pool, order: ForkPool, session_id: SessionId) -> dict[str, Any]:
+        began_s = self._clock()
+        made, tokens = await self._snapshots.of_session(session_id)
+        plan = await self._plan_or_give_back(
+            made,
+            lambda: self._tree.plan_fork(parent.pool_id, tokens, branch_pos=order.branch_pos, name=order.name),
+        )
+        return await self._commit(plan, made, order, None, began_s)
+
+    async def _plan_or_give_back(self, made: Materialized, plan: Callable[[], PoolPlan]) -> PoolPlan:
+        try:
+            return plan()
+        except BaseException:
+            await self._residency.give_back(SeqId(made.seq))
+            raise
+
+    async def of_slot(self, slot_id: SlotId) -> Pool | None:
+        """The pool that is a slot's context right now: an existing one, else a new anonymous one (marked ``auto``)."""
+        made, tokens = await self._snapshots.of_slot(slot_id, "slot")
+        match = self._tree.match(tokens)
+        if match is not None and match.whole and match.prefix_n_tokens == len(tokens):
+            await self._residency.give_back(SeqId(made.seq))
+            return self._tree.find(match.pool_id)
+        plan = await self._plan_or_give_back(made, lambda: self._tree.plan_root(tokens))
+        pool = self._tree.commit(plan, now_s=self._clock(), auto=True)
+        self._tree_changed()
+        await self._residency.adopt(pool, made)
+        return pool
