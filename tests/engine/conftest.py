@@ -4,11 +4,15 @@ A tiny model serves a third of a second after its start, so a test that needs fl
 """
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+
+from polykv_proxy.engine.build import ensure_engine
+from polykv_proxy.engine.model import CHAT_MODEL, ensure_model
 
 from .harness import EngineServer
 from .hooks import Engine
@@ -57,7 +61,22 @@ def binary_path(kind: str) -> Path:
     """The server binary, built on first use."""
     if override := os.environ.get(ENGINE_OVERRIDE[kind]):
         return Path(override)
-    raise NotImplementedError
+    return ensure_engine(BuildLog(), stock=kind == "stock")
+
+
+class BuildLog:
+    """What a build says, on the test run's own output; a line for every tenth of the steps."""
+
+    def __init__(self) -> None:
+        self._tenth = 0
+
+    def say(self, line: str) -> None:
+        print(line, file=sys.stderr)
+
+    def step(self, n_done: int, n_total: int, what: str) -> None:
+        if n_total and (tenth := 10 * n_done // n_total) != self._tenth:
+            self._tenth = tenth
+            self.say(f"{what} {n_done}/{n_total}")
 
 
 @pytest.fixture(scope="session")
@@ -65,7 +84,7 @@ def chat_model() -> Path:
     """The tests' chat model, fetched on first use."""
     if override := os.environ.get(CHAT_MODEL_OVERRIDE):
         return Path(override)
-    raise NotImplementedError
+    return ensure_model(CHAT_MODEL, BuildLog().say)
 
 
 @pytest.fixture(scope="session")

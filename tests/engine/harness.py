@@ -27,15 +27,15 @@ class EngineDied(AssertionError):
 class EngineServer:
     """A llama-server process and an HTTP client for it. Use it as a context manager.
 
-    ``flags`` come after the host, the port and the model; two threads always, so that sums are made in the same
-    order on every machine.
+    ``flags`` come after the host, the port, the model and ``-t 1``. One thread, because two split the attention over a
+    cache at a point that moves with it, which changes sums; and because servers with more threads than free cores spin.
     """
 
     def __init__(self, binary: Path, model: Path, *flags: str, log_dir: Path, name: str = "engine") -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.command = [str(binary), "--host", "127.0.0.1", "--port", str(self.port)]
-        self.command += ["-m", str(model), "-t", "2", *flags]
+        self.command += ["-m", str(model), "-t", "1", *flags]
         self.log_path = log_dir / f"{name}-{self.port}.log"
         self.http = httpx.Client(base_url=self.url, timeout=300)
         self.process: subprocess.Popen[bytes] | None = None

@@ -1,6 +1,6 @@
 """A pooled answer is the answer of a full prefill, on dense, sliding and hybrid models, however it came to share.
 
-Greedy tokens are compared exactly. Distributions are compared at 64 teacher-forced positions by their mean divergence,
+Greedy tokens are compared exactly. Distributions are compared at 40 teacher-forced positions by their mean divergence,
 pooled against full, and the bound is 1.25 times what the stock server's own slot cache shows against a full prefill of
 the same prompt in the same run (see `divergence.FLOOR_NATS` for what happens near 0).
 """
@@ -19,7 +19,7 @@ from .scenarios import BRANCH_POS, POOLED_SLOT, SCENARIOS, TRUNK_LEN, WARM_SLOT,
 pytestmark = pytest.mark.engine
 
 FULL_SLOT = 3
-N_POSITIONS = 64
+N_POSITIONS = 40
 
 
 @dataclass(frozen=True)
