@@ -16,7 +16,7 @@ from rich.console import Console
 from polykv_proxy.cli.client import ServerRefused, Unreachable
 from polykv_proxy.cli.demo.agents import AgentRun, GroupRun, fan_out
 from polykv_proxy.cli.demo.content import BASE, INSTRUCTIONS, TASK_GROUP, WEB_GROUP
-from polykv_proxy.cli.demo.report import agents_table, comparison_table, first_words
+from polykv_proxy.cli.demo.report import agents_table, comparison_notes, comparison_table, first_words
 from polykv_proxy.cli.demo.stack import Sizes, Stack
 from polykv_proxy.engine.problem import EngineProblem
 from tests.fake_engine import FakeEngine
@@ -107,6 +107,14 @@ def test_comparison_counts_making_the_pool() -> None:
     assert cells[3][-4:] == ["7,000", "14,000", "2.0", "x"]
     assert cells[4][-4:] == ["42", "3,400", "81.0", "x"]
     assert cells[5][-4:] == ["1,732", "3,464", "2.0", "x"]
+
+
+def test_comparison_says_how_many_answers_differ() -> None:
+    pooled = GroupRun((agent("a"), agent("b")), 1000.0)
+    alone = GroupRun((agent("b"), agent("a", text="something else")), 14_000.0)
+    notes = comparison_notes(pooled, alone)
+    assert notes[1].startswith("1 of 2 answers are the same")
+    assert max(map(len, notes)) <= 80
 
 
 def test_first_words_stay_on_one_line() -> None:

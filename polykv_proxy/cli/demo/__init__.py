@@ -135,7 +135,7 @@ class _Demo:
         from dataclasses import replace
 
         from polykv_proxy.cli.demo.content import BASE
-        from polykv_proxy.cli.demo.report import agents_table, comparison_table
+        from polykv_proxy.cli.demo.report import agents_table, comparison_notes, comparison_table
         from polykv_proxy.cli.demo.stack import Stack
 
         self._heading("4  The first four again, without pools: everyone prefills everything")
@@ -145,6 +145,7 @@ class _Demo:
         self.console.print(agents_table([alone]))
         self._heading("Beside each other")
         self.console.print(comparison_table(pooled, alone, create_ms=pool["client_ms"], used_cells=used_cells))
+        self.console.print("", *comparison_notes(pooled, alone), sep="\n")
         return alone
 
     def _heading(self, text: str) -> None:

@@ -52,6 +52,16 @@ def comparison_table(pooled: GroupRun, alone: GroupRun, *, create_ms: float, use
     return table
 
 
+def comparison_notes(pooled: GroupRun, alone: GroupRun) -> list[str]:
+    """What the comparison is, and whether both sides said the same."""
+    answers = {agent.agent: agent.text for agent in alone.agents}
+    n_same = sum(answers[agent.agent] == agent.text for agent in pooled.agents)
+    return [
+        "Without pools: the same binary as a plain llama-server, its slots empty.",
+        f"{n_same} of {len(pooled.agents)} answers are the same on both sides, word for word.",
+    ]
+
+
 def _table(*headings: str, left: tuple[int, ...]) -> "Table":
     from rich.table import Table
 
