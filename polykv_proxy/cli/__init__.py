@@ -58,6 +58,9 @@ def _report(error: Exception) -> int:
     if isinstance(error, ConfigError):
         print(f"polykvctl: {error}", file=sys.stderr)
         return 2
+    if isinstance(error, OSError):  # a full disk, a folder that is not ours, a closed pipe
+        print(f"polykvctl: {error}", file=sys.stderr)
+        return 1
     # typer's own exceptions (wrong usage), wherever its version keeps them
     message = getattr(error, "format_message", None)
     if message is None:

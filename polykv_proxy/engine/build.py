@@ -7,9 +7,9 @@
 
 The key covers whatever decides the machine code: base tree, patches (their diffs, not their prose), flags, compiler,
 processor. A binary appears under its key by one rename, after it has answered ``--version``. One build runs at a time,
-under a file lock; who comes second waits and finds it done. The work folder always has the same path, so that ccache
-knows the objects of a stock build again in a patched one; after a failure it stays, and the next try of the same key
-goes on where that one stopped.
+under a file lock; who comes second waits and finds it done. The compilers hold the lock too, because they may outlive
+us. The work folder always has the same path, so that ccache knows the objects of a stock build again in a patched one;
+after a failure it stays, and the next try of the same key goes on where that one stopped.
 """
 
 import hashlib
@@ -85,13 +85,13 @@ def ensure_engine(progress: Progress, *, stock: bool = False) -> Path:
     if info.built:
         return Path(info.path)
     engines = paths.cache_dir() / "engine"
-    with file_lock(engines / "build.lock", say=progress.say, waiting_for="it builds llama-server"):
+    with file_lock(engines / "build.lock", say=progress.say, waiting_for="it builds llama-server") as lock:
         if not os.access(info.path, os.X_OK):
-            _build(info, engines, progress)
+            _build(info, engines, progress, lock)
     return Path(info.path)
 
 
-def _build(info: EngineInfo, engines: Path, progress: Progress) -> None:
+def _build(info: EngineInfo, engines: Path, progress: Progress, lock: int) -> None:
     cmake, ninja = find_cmake_and_ninja(progress.say)
     work = engines / "work"
     _prepare_work(work, info, progress)
@@ -106,6 +106,7 @@ def _build(info: EngineInfo, engines: Path, progress: Progress) -> None:
         target=BINARY,
         log=work / "build.log",
         progress=progress,
+        lock=lock,
     )
     _try_out(binary)
     with scratch_dir(engines) as scratch:

@@ -31,8 +31,12 @@ def configure_and_compile(
     target: str,
     log: Path,
     progress: Progress,
+    lock: int,
 ) -> Path:
     """Build ``target`` and return its path; the whole output goes to ``log``.
+
+    ``lock`` is the descriptor of the build lock. The compilers inherit it: if we are killed they go on for a while,
+    and until they end nobody else may write to ``objects``.
 
     Raises:  EngineProblem whose detail is the failing step with its output
     """
@@ -42,10 +46,10 @@ def configure_and_compile(
     compile_ = [ninja, "-C", objects, "-j", jobs, target]
     with log.open("a", encoding="utf-8") as sink:
         tail = _Tail()
-        if _run(list(map(str, configure)), environment, sink, tail.take) != 0:
+        if _run(list(map(str, configure)), environment, sink, tail.take, lock) != 0:
             raise EngineProblem("configuring llama.cpp failed (cmake)", detail=tail.text())
         failure = _Failure(progress)
-        if _run(list(map(str, compile_)), environment, sink, failure.take) != 0:
+        if _run(list(map(str, compile_)), environment, sink, failure.take, lock) != 0:
             raise EngineProblem(f"compiling llama.cpp failed; whole output: {log}", detail=failure.text())
     return objects / "bin" / target
 
@@ -64,7 +68,7 @@ def _n_usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _run(command: list[str], environment: dict[str, str], sink: TextIO, take: "_Taker") -> int:
+def _run(command: list[str], environment: dict[str, str], sink: TextIO, take: "_Taker", lock: int) -> int:
     sink.write(f"$ {' '.join(command)}\n")
     with subprocess.Popen(
         command,
@@ -74,6 +78,7 @@ def _run(command: list[str], environment: dict[str, str], sink: TextIO, take: "_
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
+        pass_fds=(lock,),
     ) as process:
         assert process.stdout is not None
         for line in process.stdout:

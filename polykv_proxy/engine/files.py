@@ -18,8 +18,11 @@ Say = Callable[[str], None]
 
 
 @contextmanager
-def file_lock(path: Path, *, say: Say, waiting_for: str) -> Iterator[None]:
-    """Hold ``path`` exclusively; who comes second says so once and waits. A killed holder releases it."""
+def file_lock(path: Path, *, say: Say, waiting_for: str) -> Iterator[int]:
+    """Hold ``path`` exclusively; who comes second says so once and waits. A killed holder releases it.
+
+    Gives the lock's file descriptor: a child that inherits it keeps the lock as long as it lives.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+") as handle:
         try:
@@ -27,7 +30,7 @@ def file_lock(path: Path, *, say: Say, waiting_for: str) -> Iterator[None]:
         except BlockingIOError:
             say(f"waiting for another process: {waiting_for}")
             fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
+        yield handle.fileno()
 
 
 def sha256_file(path: Path) -> str:

@@ -105,3 +105,18 @@ def test_compiler_named_in_the_environment_must_exist(tools: QuickTools, monkeyp
 
     with pytest.raises(EngineProblem, match="CXX=no-such-compiler is not there"):
         describe_engine(stock=True)
+
+
+def test_compilers_of_a_killed_builder_keep_the_next_one_waiting(tools: QuickTools) -> None:
+    tools.plan("sleep 2")
+    command = [sys.executable, "-m", "polykv_proxy.cli", "engine", "build", "--stock"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as killed:
+        assert killed.stderr is not None
+        while "[1/3]" not in killed.stderr.readline():
+            assert killed.poll() is None
+        killed.kill()
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+
+    assert "waiting for another process" in done.stderr
+    assert "going on with the build" in done.stderr
+    assert tools.n_builds == 1  # the orphans finished it, and nobody built beside them
