@@ -48,8 +48,8 @@ def info(stock: Stock = False, as_json: AsJson = False) -> None:
 @app.command("check-patches")
 def check_patches() -> None:
     """Apply the series to the pinned commit without fuzz, export it again and compare byte for byte."""
-    from polykv_proxy.engine.patches import check_series, load_series
     from polykv_proxy.engine.paths import patches_dir
+    from polykv_proxy.engine.series import check_series, load_series
     from polykv_proxy.engine.source import pinned_tree
 
     series = load_series(patches_dir())
@@ -63,8 +63,8 @@ def export_patches(
     to: Annotated[Path | None, typer.Option("--to", help="Folder to write; default: the project's patches/.")] = None,
 ) -> None:
     """Write the patch series from a git tree."""
-    from polykv_proxy.engine.patches import export_series
     from polykv_proxy.engine.paths import patches_dir
+    from polykv_proxy.engine.series import export_series
 
     for name in export_series(tree.resolve(), to or patches_dir()):
         typer.echo(name)

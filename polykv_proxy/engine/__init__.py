@@ -2,7 +2,7 @@
 
 paths     where the checkout, the per-user cache and the state lie
 source    the pinned llama.cpp tree, checked by its hash
-patches   the series on top of it: apply, check, export
+series    the patches on top of it: apply, check, export
 tools     the compiler, CMake and Ninja of this machine, or what to install
 build     one binary per (base, patches, flags, compiler, machine) in the cache
 model     the chat model of tests and demo

@@ -24,8 +24,8 @@ from pathlib import Path
 from polykv_proxy.engine import paths
 from polykv_proxy.engine.compiling import Progress, configure_and_compile
 from polykv_proxy.engine.files import file_lock, replace_dir, scratch_dir
-from polykv_proxy.engine.patches import apply_series, load_series
 from polykv_proxy.engine.problem import EngineProblem
+from polykv_proxy.engine.series import apply_series, load_series
 from polykv_proxy.engine.source import BASE, TREE_SHA256, copy_tree, pinned_tree
 from polykv_proxy.engine.tools import find_cmake_and_ninja, find_toolchain
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from polykv_proxy.engine.patches import apply_series, check_series, export_series, load_series
 from polykv_proxy.engine.problem import EngineProblem
+from polykv_proxy.engine.series import apply_series, check_series, export_series, load_series
 
 BASE_FILE = "".join(f"line {number}\n" for number in range(40))
 
