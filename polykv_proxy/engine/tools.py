@@ -44,7 +44,7 @@ def find_cmake_and_ninja(say: Say) -> tuple[Path, Path]:
     folder = paths.cache_dir() / "tools" / "-".join(wheel.replace("==", "-") for wheel in _WHEELS)
     with file_lock(folder.with_suffix(".lock"), say=say, waiting_for="it fetches CMake and Ninja"):
         if not folder.is_dir():
-            say("fetching CMake and Ninja (this machine has none)")
+            say("fetching CMake and Ninja (this machine has none that will do)")
             with scratch_dir(folder.parent) as scratch:
                 run_pip(
                     [
