@@ -13,7 +13,9 @@ from polykv_proxy.errors import PolyKVError, UpstreamError
 from polykv_proxy.ids import SessionId, SlotId
 from polykv_proxy.slots import Grant, SlotBook, Ticket
 
-LOOK_MIN_S, LOOK_MAX_S = 0.03, 1.0
+LOOK_MIN_S, LOOK_MAX_S = 0.03, 1.3
+"""Pauses between looks. An engine without our patch of its result queue notices that the client of a reply in one piece
+has left only after a second in which nobody got a result, and a look is one: hence more than a second in the end."""
 
 Look = Callable[[], Awaitable[Collection[SlotId]]]
 """Asks the engine which slots it is using now."""
@@ -105,5 +107,5 @@ class SlotDesk:
         pause_s = LOOK_MIN_S
         while self.book.unsure:
             await asyncio.sleep(pause_s)
-            pause_s = LOOK_MIN_S * 2 if self.book.needs_look else min(pause_s * 2, LOOK_MAX_S)
+            pause_s = min(pause_s * 2, LOOK_MAX_S)
             self.deliver(self.book.observe(await self._seen(), self._clock()))

@@ -120,7 +120,8 @@ class Relay:
     ) -> web.StreamResponse:
         drop = OWN_HEADERS if path in ATTACHABLE else frozenset[str]()
         headers = raw_headers_of(request, drop)
-        async with await self.control.engine.open(request.method, target, headers, body) as upstream:
+        streams = isinstance(body, bytes) and b'"stream"' in body
+        async with await self.control.engine.open(request.method, target, headers, body, streams=streams) as upstream:
             return await pump_plain(request, upstream, [("x-request-id", request_id)], ATTACHABLE.get(path))
 
     @contextmanager

@@ -152,7 +152,9 @@ class TurnRelay:
         self._turn.sent(self._clock(), slot_id)
         self._sent = True
         headers = raw_headers_of(self._request, OWN_HEADERS)
-        async with await self._control.engine.open("POST", self._target, headers, body) as upstream:
+        async with await self._control.engine.open(
+            "POST", self._target, headers, body, streams=self._call.stream
+        ) as upstream:
             self._status = upstream.status
             extra = [("x-request-id", request_id)]
             if self._touched:

@@ -93,17 +93,23 @@ class EngineClient:
         self.base_url = base_url.rstrip("/")
         self._api_key = api_key
         self.owner: str | None = None
-        self._session: aiohttp.ClientSession | None = None
+        self._sessions: dict[bool, aiohttp.ClientSession] = {}
 
     async def close(self) -> None:
-        session, self._session = self._session, None
-        if session is not None:
+        sessions, self._sessions = list(self._sessions.values()), {}
+        for session in sessions:
             await session.close()
 
-    def _opened(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S, use_dns_cache=True),
+    def _opened(self, *, own_connections: bool) -> aiohttp.ClientSession:
+        session = self._sessions.get(own_connections)
+        if session is None:
+            connector = (
+                aiohttp.TCPConnector(limit=0, force_close=True)
+                if own_connections
+                else aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
+            )
+            session = self._sessions[own_connections] = aiohttp.ClientSession(
+                connector=connector,
                 auto_decompress=False,
                 cookie_jar=aiohttp.DummyCookieJar(),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, connect=None, sock_read=None),
@@ -113,17 +119,24 @@ class EngineClient:
                 max_field_size=65536,
                 read_bufsize=1 << 20,
             )
-        return self._session
+        return session
 
     # The relay -----------------------------------------------------------------------------------------------------
 
     async def open(
-        self, method: str, path_qs: str, headers: Iterable[tuple[str, str]] = (), body: Body = None
+        self,
+        method: str,
+        path_qs: str,
+        headers: Iterable[tuple[str, str]] = (),
+        body: Body = None,
+        *,
+        streams: bool = False,
     ) -> UpstreamResponse:
         """Send a request as it is and give its reply as soon as the head is there.
 
         Headers of one hop and the client's key are dropped here, the upstream key is added. ``path_qs`` goes out
-        unchanged.
+        unchanged. ``streams``: the reply will come in chunks, so its connection is its own: llama-server hangs up after
+        every chunked reply, although it announces ``keep-alive``, and the next POST on it would meet a closed door.
 
         Raises:  UpstreamUnavailable (503), UpstreamTimeout (504), UpstreamError (502)
         """
@@ -131,23 +144,35 @@ class EngineClient:
         sent = forwardable(headers)
         if self._api_key is not None:
             sent.append(("Authorization", f"Bearer {self._api_key}"))
+        session = self._opened(own_connections=streams)
         try:
-            return await self._request(method, path_qs, sent, body, what)
+            return await self._request(session, method, path_qs, sent, body, what=what)
         except ConnectFailed:
             if body is not None and not isinstance(body, bytes):
                 raise  # a stream that may have been touched
         await asyncio.sleep(0.05)
-        return await self._request(method, path_qs, sent, body, what)
+        return await self._request(session, method, path_qs, sent, body, what=what)
 
     async def _request(
-        self, method: str, path_qs: str, headers: list[tuple[str, str]], body: Body, what: str
+        self,
+        session: aiohttp.ClientSession,
+        method: str,
+        path_qs: str,
+        headers: list[tuple[str, str]],
+        body: Body,
+        *,
+        what: str,
     ) -> UpstreamResponse:
         try:
-            response = await self._opened().request(
+            response = await session.request(
                 method, URL(self.base_url + path_qs, encoded=True), headers=headers, data=body, allow_redirects=False
             )
         except FOREIGN as e:
             raise map_client_error(e, what) from e
+        if "Transfer-Encoding" in response.headers and response.connection is not None:
+            protocol = response.connection.protocol
+            if protocol is not None:
+                protocol.force_close()  # see ``open``: also for a stream that nobody foresaw
         return UpstreamResponse(response, what)
 
     # Reads that change nothing -------------------------------------------------------------------------------------

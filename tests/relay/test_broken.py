@@ -76,6 +76,22 @@ async def test_a_stream_cut_in_the_middle_of_a_line(make_proxy: ProxyMaker) -> N
             assert not got.endswith(b"0\r\n\r\n")
 
 
+@pytest.mark.parametrize("field", [{}, {"session_id": "s"}])
+async def test_a_connection_that_the_engine_closes_after_a_stream_is_not_used_again(
+    make_proxy: ProxyMaker, field: dict[str, str]
+) -> None:
+    """llama-server announces keep-alive and hangs up after every chunked reply; a POST must not meet that."""
+    event = b'data: {"choices":[{"finish_reason":"stop"}],"timings":{}}\n\ndata: [DONE]\n\n'
+    head = b"Content-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\nKeep-Alive: timeout=5, max=100\r\n\r\n"
+    script = [OK + head + b"%x\r\n%s\r\n0\r\n\r\n" % (len(event), event), 0.01, HANG_UP]
+    async with RawEngine(script) as engine, make_proxy(engine.url) as proxy:
+        for i in range(30):
+            answer = await proxy.chat(stream=True, **field)
+            assert answer.status_code == 200, answer.text
+            await asyncio.sleep(0.001 * (i % 12))
+        assert len(engine.heads) == 30
+
+
 async def test_an_engine_that_is_not_there_is_a_503_and_comes_back_by_itself(engine: FakeEngine, proxy: Proxy) -> None:
     await engine.kill()
     answer = await proxy.chat(session_id="s")
