@@ -15,13 +15,13 @@ from polykv_proxy.control.snapshots import Snapshots
 from polykv_proxy.control.sources import CHAT, fetch_tokens
 from polykv_proxy.control.views import Views, pool_answer
 from polykv_proxy.control.watch import EngineWatch
-from polykv_proxy.errors import BranchNotExact, UpstreamError, UpstreamRestarted
+from polykv_proxy.errors import BranchNotExact, UpstreamError
 from polykv_proxy.ids import PoolId, SeqId, SessionId, SlotId
 from polykv_proxy.sessions import SessionBook
 from polykv_proxy.tree.pool import Pool, PoolPlan
 from polykv_proxy.tree.prefix import make_tokens
 from polykv_proxy.tree.tree import PoolTree
-from polykv_proxy.upstream import EngineClient, Materialized, SequenceGone
+from polykv_proxy.upstream import EngineClient, Materialized
 
 log = logging.getLogger("polykv.pools")
 
@@ -57,7 +57,7 @@ class PoolWork:
         plan = self._tree.plan_root(tokens, name=order.name)
         began_s = self._clock()
         with self._dropped_on_failure(plan):
-            made = await self._residency.materialize(tokens, None, 0, plan.pool_id)
+            made, _ = await self._residency.materialize(tokens, None, 0, plan.pool_id)
         return await self._commit(plan, made, order, None, began_s)
 
     async def fork(self, ref: int | str, order: ForkPool) -> dict[str, Any]:
@@ -74,26 +74,12 @@ class PoolWork:
             plan = self._tree.plan_fork(parent.pool_id, tokens, branch_pos=order.branch_pos, name=order.name)
         began_s = self._clock()
         with self._dropped_on_failure(plan):
-            made, shared = await self._materialize_fork(parent, plan)
-        branch_pos = made.branch_pos if shared else None
-        return await self._commit(plan, made, order, branch_pos, began_s, exact=order.exact)
-
-    async def _materialize_fork(self, parent: Pool, plan: PoolPlan) -> tuple[Materialized, bool]:
-        """The child's cells, and whether they are shared with the parent's."""
-        for _ in range(3):
             if self._residency.held(parent) is not None or self._residency.n_free() > 1:
                 await self._residency.ensure(parent)
             # Else the child takes the last sequence and holds the parent's range as well.
-            source = self._residency.source(parent, plan.branch_pos)
-            try:
-                made = await self._residency.materialize(plan.tokens, source, plan.branch_pos, plan.pool_id)
-            except SequenceGone:
-                # The parent's cells went away between the look and the order: learn what is there, and once more.
-                await self._watch.refresh()
-                await self._residency.reconcile()
-                continue
-            return made, source is not None
-        raise UpstreamRestarted(f"the engine lost pool {parent.label} again and again")
+            made, shared = await self._residency.materialize(plan.tokens, parent, plan.branch_pos, plan.pool_id)
+        branch_pos = made.branch_pos if shared else None
+        return await self._commit(plan, made, order, branch_pos, began_s, exact=order.exact)
 
     async def _commit(
         self,

@@ -5,7 +5,8 @@ Rules it keeps:
     2. A flight goes on while anybody waits for it; the last one who leaves calls it off, unless it was ordered.
     3. A lost answer is not a failed materialization: the engine goes on, so its tag is looked for.
     4. Residency is only what the engine said, within one epoch. A new epoch drops it all at once.
-    5. Every sequence that the engine holds belongs to a pool of the tree or to an operation under way; others are
+    5. One prefill is with the engine at a time: it has one service slot, and what waits there cannot be called back.
+    6. Every sequence that the engine holds belongs to a pool of the tree or to an operation under way; others are
        freed.
 """
 
@@ -19,6 +20,7 @@ from polykv_proxy.control.watch import EngineWatch
 from polykv_proxy.errors import (
     InvariantError,
     PolyKVError,
+    PrefixMismatch,
     UpstreamError,
     UpstreamRestarted,
     UpstreamTimeout,
@@ -60,6 +62,8 @@ class Residency:
         self._numbers = itertools.count(1)
         self._giving: set[SeqId] = set()
         self._reconciling = asyncio.Lock()
+        # The engine prefills one pool at a time. Here the others wait where they can be seen and cancelled.
+        self._service = asyncio.Lock()
         self._n_changes = 0
         self.unsure = True
         """The engine may hold sequences nobody owns, or have lost some of ours."""
@@ -111,18 +115,9 @@ class Residency:
             # Parents first, so that every token is prefilled by its owner and shared from there.
             for above in reversed(cold):
                 await self.ensure(above)
-        for last_try in (False, True):
-            parent = self._tree.find(pool.parent) if not pool.is_root else None
-            source = self.source(parent, pool.branch_pos)
-            try:
-                made = await self.materialize(self._tree.tokens(pool.pool_id), source, pool.branch_pos, pool.pool_id)
-            except SequenceGone:
-                if last_try:
-                    raise UpstreamRestarted("the engine lost a pool while it was being brought back") from None
-                await self.reconcile()
-                continue
-            return await self.adopt(pool, made)
-        raise InvariantError("unreachable")
+        parent = self._tree.find(pool.parent) if not pool.is_root else None
+        made, _ = await self.materialize(self._tree.tokens(pool.pool_id), parent, pool.branch_pos, pool.pool_id)
+        return await self.adopt(pool, made)
 
     def source(self, parent: Pool | None, branch_pos: int) -> SeqId | None:
         """A sequence to share [0, D) from: the parent's, or anybody's that holds the same tokens."""
@@ -151,42 +146,56 @@ class Residency:
     # The engine's operations ---------------------------------------------------------------------------------------
 
     async def materialize(
-        self, tokens: Tokens, parent_seq: SeqId | None, branch_pos: int, pool_id: PoolId
-    ) -> Materialized:
-        """Have the engine prefill a pool, and believe it only when the hash of what it holds is right.
+        self, tokens: Tokens, parent: Pool | None, branch_pos: int, pool_id: PoolId
+    ) -> tuple[Materialized, bool]:
+        """Have the engine prefill a pool. Gives it, and whether it shares its parent's [0, branch_pos).
 
-        The caller must adopt the sequence or give it back in the same step.
+        The caller must adopt the sequence or give it back in the same step. When nobody holds the parent's range, all
+        of [0, L) is prefilled.
 
-        Raises:  SequenceGone when the parent's sequence is not there any more; as ``ensure``
+        Raises:  as ``ensure``
         """
-        want = hash_tokens(tokens)
-        epoch = self._watch.epoch
         tag = f"pool-{pool_id}.{next(self._numbers)}"
         self._tags.add(tag)
         try:
-            try:
-                made = await self._engine.materialize(
-                    tokens,
-                    tag=tag,
-                    parent_seq=-1 if parent_seq is None else parent_seq,
-                    branch_pos=0 if parent_seq is None else branch_pos,
-                )
-            except (UpstreamUnavailable, UpstreamTimeout) as e:
-                made = await self._look_for(tag, e)
-            if self._watch.sleeping:
-                await self._watch.refresh()  # it is awake now, to a new epoch
-            if made.epoch not in (None, self._watch.epoch) or epoch != self._watch.epoch:
+            for _ in range(3):
+                async with self._service:
+                    source = self.source(parent, branch_pos)
+                    try:
+                        return await self._materialize(tokens, source, branch_pos, tag), source is not None
+                    except (SequenceGone, PrefixMismatch):
+                        # The parent's cells went away, or another pool lives there, between the look and the order.
+                        self.unsure = True
                 await self._watch.refresh()
-                made = await self._look_for(tag, UpstreamRestarted("the engine was restarted meanwhile"))
-            if int(made.tokens_hash, 16) != want or made.n_tokens != len(tokens):
-                await self.give_back(SeqId(made.seq))
-                raise UpstreamError(f"the engine holds other tokens than pool {pool_id} has")
+                await self.reconcile()
+            raise UpstreamRestarted("the engine lost the parent's cells again and again")
         except BaseException:
             self.unsure = True
             raise
         finally:
             self._tags.discard(tag)
             self._n_changes += 1
+
+    async def _materialize(self, tokens: Tokens, source: SeqId | None, branch_pos: int, tag: str) -> Materialized:
+        """One order, followed to its end; believed only when the hash of what the engine holds is right."""
+        epoch = self._watch.epoch
+        try:
+            made = await self._engine.materialize(
+                tokens,
+                tag=tag,
+                parent_seq=-1 if source is None else source,
+                branch_pos=0 if source is None else branch_pos,
+            )
+        except (UpstreamUnavailable, UpstreamTimeout) as e:
+            made = await self._look_for(tag, e)
+        if self._watch.sleeping:
+            await self._watch.refresh()  # it is awake now, to a new epoch
+        if made.epoch not in (None, self._watch.epoch) or epoch != self._watch.epoch:
+            await self._watch.refresh()
+            made = await self._look_for(tag, UpstreamRestarted("the engine was restarted meanwhile"))
+        if int(made.tokens_hash, 16) != hash_tokens(tokens) or made.n_tokens != len(tokens):
+            await self.give_back(SeqId(made.seq))
+            raise UpstreamError("the engine holds other tokens than were ordered")
         return made
 
     async def snapshot(self, id_slot: int, what: str) -> Materialized:
