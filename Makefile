@@ -64,7 +64,8 @@ check-patches: install  ## apply the patch series without fuzz, export it again,
 	@$(BIN)/polykvctl engine check-patches
 
 bench: install .test-setup  ## the benchmarks, one after the other
-	@for script in benchmarks/[a-z]*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
+	@for script in $$(grep -l '^if __name__ == "__main__"' benchmarks/*.py); do \
+		name=$$(basename "$$script" .py); echo "== $$name"; $(BIN)/python -m "benchmarks.$$name"; done
 
 clean:  ## remove .venv and caches of the checkout (the per-user cache stays)
 	@rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
