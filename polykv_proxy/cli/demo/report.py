@@ -56,10 +56,15 @@ def comparison_notes(pooled: GroupRun, alone: GroupRun) -> list[str]:
     """What the comparison is, and whether both sides said the same."""
     answers = {agent.agent: agent.text for agent in alone.agents}
     n_same = sum(answers[agent.agent] == agent.text for agent in pooled.agents)
-    return [
+    notes = [
         "Without pools: the same binary as a plain llama-server, its slots empty.",
         f"{n_same} of {len(pooled.agents)} answers are the same on both sides, word for word.",
     ]
+    if n_same < len(pooled.agents):
+        # Seen alike on a stock server, its own prompt cache against a full prefill: 1 of these 4 stays the same.
+        notes.append("The others part at a near tie: prompts cut into other batches round differently,")
+        notes.append("as they do with llama-server's own prompt cache.")
+    return notes
 
 
 def _table(*headings: str, left: tuple[int, ...]) -> "Table":
