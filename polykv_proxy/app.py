@@ -17,7 +17,7 @@ from polykv_proxy.config import Settings
 from polykv_proxy.control import Control
 from polykv_proxy.errors import InvariantError, MethodNotAllowed, PolyKVError, RouteNotFound
 from polykv_proxy.relay.doors import Door, door_of, shows_prompts, target_of
-from polykv_proxy.relay.pump import only_their_headers, refuse, request_id_of
+from polykv_proxy.relay.pump import check_framing, only_their_headers, refuse, request_id_of
 from polykv_proxy.relay.relay import Relay
 from polykv_proxy.routes.guard import Guard
 
@@ -44,6 +44,7 @@ def make_app(settings: Settings) -> web.Application:
         door = door_of(target)
         request_id = request_id_of(request)
         try:
+            check_framing(request)
             guard.check(request, control=door is not Door.ENGINE or shows_prompts(target))
         except PolyKVError as e:
             return refuse(request, e, relay.dialect_of(request, target), request_id)

@@ -10,7 +10,7 @@ import re
 from collections.abc import AsyncIterator, Iterable
 
 import orjson
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 from multidict import CIMultiDict
 
 from polykv_proxy.errors import BodyTooLarge, PolyKVError, RequestError, UpstreamError
@@ -58,6 +58,12 @@ async def only_their_headers(_request: web.Request, response: web.StreamResponse
         response.drop_added()
 
 
+def check_framing(request: web.Request) -> None:
+    """HTTP/1.0 knows no chunks: who sends them anyway may be read differently by the next server. Raises RequestError."""
+    if request.version < HttpVersion11 and "Transfer-Encoding" in request.headers:
+        raise RequestError("Transfer-Encoding in HTTP/1.0")
+
+
 def request_id_of(request: web.Request) -> str:
     """The client's own id if it is sane, else a new one."""
     given = request.headers.get("x-request-id", "")
@@ -66,7 +72,7 @@ def request_id_of(request: web.Request) -> str:
 
 def raw_headers_of(request: web.Request, drop: frozenset[str] = frozenset()) -> list[tuple[str, str]]:
     """As they came, in order, casing kept."""
-    pairs = ((k.decode("latin-1"), v.decode("latin-1")) for k, v in request.raw_headers)
+    pairs = ((k.decode("latin-1"), v.decode("utf-8", "surrogateescape")) for k, v in request.raw_headers)
     return [(k, v) for k, v in pairs if k.lower() not in drop]
 
 
@@ -152,6 +158,8 @@ async def begin(request: web.Request, upstream: UpstreamResponse, extra: Iterabl
     added = list(extra)
     names = {name.lower() for name, _ in added}
     headers = [(k, v) for k, v in upstream.returnable_headers() if k.lower() not in names]
+    if upstream.status == 503 and request.method == "POST" and not any(k.lower() == "retry-after" for k, _ in headers):
+        headers.append(("Retry-After", "1"))
     response = RelayedResponse(upstream.status, upstream.reason, headers + added)
     request[_BEGUN] = True
     await response.prepare(request)
@@ -189,6 +197,6 @@ def refuse(request: web.Request, error: PolyKVError, dialect: Dialect | None, re
         content_type="application/json",
         headers=headers,
     )
-    if isinstance(error, RequestError) and not request.content.is_eof():
-        response.force_close()  # an unread body is not worth waiting for
+    if not request.content.at_eof():
+        response.force_close()  # an unread body is not worth waiting for, and cannot be told from the next request
     return response

@@ -44,7 +44,7 @@ class UpstreamResponse:
         self._what = what
         self.status = response.status
         self.reason = response.reason or ""
-        self.headers = [(k.decode("latin-1"), v.decode("latin-1")) for k, v in response.raw_headers]
+        self.headers = [(k.decode("latin-1"), v.decode("utf-8", "surrogateescape")) for k, v in response.raw_headers]
 
     @property
     def content_type(self) -> str:

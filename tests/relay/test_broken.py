@@ -117,6 +117,7 @@ async def test_loading_is_the_engines_own_answer(engine: FakeEngine, proxy: Prox
     answer = await proxy.chat(session_id="s")
     assert answer.status_code == 503
     assert answer.json()["error"]["message"] == "Loading model"
+    assert answer.headers["retry-after"] == "1"
 
 
 async def test_draining_refuses_new_work_and_lets_running_turns_finish(engine: FakeEngine, proxy: Proxy) -> None:
@@ -146,6 +147,7 @@ async def test_draining_refuses_new_work_and_lets_running_turns_finish(engine: F
         b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: xchunked\r\n\r\n0\r\n\r\n",
         b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: +3\r\n\r\nabc",
         b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length : 3\r\n\r\nabc",
+        b"POST /v1/chat/completions HTTP/1.0\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
         b"GET /v1/models HTTP/1.1\r\nHost: x\r\nX-A: b\r\n c\r\n\r\n",
         b"GET /v1/models HTTP/1.1\r\nX-A: " + b"a" * 70_000 + b"\r\n\r\n",
     ],

@@ -111,27 +111,28 @@ async def test_from_a_plain_relay(make_proxy: ProxyMaker) -> None:
 
 async def test_a_slot_is_not_handed_on_while_the_engine_may_still_use_it(engine: FakeEngine, proxy: Proxy) -> None:
     """llama-server notices a closed connection a moment later; pinned there, the next one would block its queue."""
+    noticed, release = asyncio.Event(), engine._release
+
+    async def late(slot: Any) -> None:
+        await noticed.wait()
+        await release(slot)
+
     hold = Hold()
-    engine.on(CHAT, "chunk:1", hold, times=4)
-    async with asyncio.TaskGroup() as group:
-        for name in "abc":
-            group.create_task(_ask_and_leave(proxy, hold, 4, name))
-        async with asking(proxy, stream=True, session_id="d"):
-            await until(lambda: hold.n == 4)
-            engine.slots[3].state = "generating"
-            busy = next(s for s in engine.slots if s.id == engine.requests(CHAT)[-1].json()["id_slot"])
-    busy.state = "generating"
-    before = len(engine.requests(CHAT))
-    follower = asyncio.create_task(proxy.chat("next", session_id="d"))
-    assert (await asyncio.wait_for(follower, 5)).status_code == 200
-    assert engine.requests(CHAT)[before].json()["id_slot"] != busy.id
-    busy.state = "idle"
-    await all_at_rest(proxy, 2)
+    engine.on(CHAT, "chunk:1", hold)
+    async with asking(proxy, stream=True, session_id="a"):
+        await hold.reached()
+        engine._release = late  # type: ignore[method-assign]
+    await until(lambda: proxy.control.slots.unsure)
+    engine._release = release  # type: ignore[method-assign]
+    (left,) = [slot.id for slot in engine.slots if slot.state != "idle"]
+    assert proxy.at_rest()["held"] == 0
 
-
-async def _ask_and_leave(proxy: Proxy, hold: Hold, n: int, name: str) -> None:
-    async with asking(proxy, stream=True, session_id=name):
-        await until(lambda: hold.n >= n)
+    answers = await asyncio.gather(*(proxy.chat(str(i), session_id="a") for i in range(8)))
+    assert [a.status_code for a in answers] == [200] * 8
+    assert {r.json()["id_slot"] for r in engine.requests(CHAT)[1:]} == {0, 1, 2, 3} - {left}
+    noticed.set()
+    await all_at_rest(proxy, 3)
+    assert (await proxy.chat("again", session_id="a")).status_code == 200
 
 
 async def test_a_storm_of_leavers_disturbs_nobody(engine: FakeEngine, proxy: Proxy) -> None:

@@ -202,3 +202,24 @@ async def test_the_engines_hooks_are_not_there_from_outside(make_proxy: ProxyMak
             assert head.startswith(b"HTTP/1.1 404 ")
             assert b'"code":"not_found"' in body
         assert engine.heads == []
+
+
+async def test_a_client_that_waits_for_100_continue_gets_it(make_proxy: ProxyMaker) -> None:
+    async with RawEngine() as engine, make_proxy(engine.url) as proxy, connected(proxy.url) as (reader, writer):
+        for path in ("/v1/chat/completions", "/anything"):
+            writer.write(
+                post(path, b"", "Expect: 100-continue\r\n").replace(b"Content-Length: 0", b"Content-Length: 2")
+            )
+            assert (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)).startswith(b"HTTP/1.1 100 ")
+            writer.write(b"[]")
+            assert (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)).startswith(OK)
+            assert engine.bodies[-1] == b"[]"
+            assert engine.header("expect") == []
+
+
+async def test_header_values_beyond_ascii_keep_their_bytes(make_proxy: ProxyMaker) -> None:
+    script = [OK + b"X-Name: Zo\xc3\xab\r\nContent-Length: 0\r\n\r\n"]
+    async with RawEngine(script) as engine, make_proxy(engine.url) as proxy:
+        head, _ = await exchange(proxy.url, get("/v1/models").replace(b"Host:", b"X-Name: Zo\xc3\xab\r\nHost:"))
+        assert b"X-Name: Zo\xc3\xab\r\n" in head
+        assert b"X-Name: Zo\xc3\xab\r\n" in engine.heads[-1]
