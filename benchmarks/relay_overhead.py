@@ -10,12 +10,13 @@ streams get less than 95 % of the direct path's tokens per second.
 
 import argparse
 import asyncio
+import contextlib
 import json
 import multiprocessing
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -26,21 +27,22 @@ from aiohttp import web
 CHAT = "/v1/chat/completions"
 PATIENT = aiohttp.ClientTimeout(total=None)
 EVENT = b'data: {"choices":[{"finish_reason":null,"index":0,"delta":{"content":" word"}}],"created":1,"id":"x"}\n\n'
+NOT_RELAYED = frozenset({"host", "connection", "keep-alive", "transfer-encoding", "content-length"})
 N_EVENTS, EVENT_S = 300, 0.01
-N_SLOTS = 32
-STATS = {
-    "epoch": "bench",
-    "n_slots": N_SLOTS,
-    "max_pools": 16,
-    "n_ctx_slot": 4096,
-    "cells": {"used": 0, "total": 4096, "free": 4096},
-    "slots": [{"id": i, "state": "idle"} for i in range(N_SLOTS)],
-}
 TIMINGS = {"cache_n": 1, "prompt_n": 9, "predicted_n": 3, "predicted_per_second": 50.0}
 REPLY = json.dumps({"choices": [{"finish_reason": "stop"}], "usage": {}, "timings": TIMINGS}).encode()
 
 
-def engine_app() -> web.Application:
+def engine_app(n_slots: str) -> web.Application:
+    state = {
+        "epoch": "bench",
+        "n_slots": int(n_slots),
+        "max_pools": 16,
+        "n_ctx_slot": 4096,
+        "cells": {"used": 0, "total": 4096, "free": 4096},
+        "slots": [{"id": i, "state": "idle"} for i in range(int(n_slots))],
+    }
+
     async def chat(request: web.Request) -> web.StreamResponse:
         body = await request.read()
         if b'"stream":true' not in body:
@@ -55,7 +57,7 @@ def engine_app() -> web.Application:
         return response
 
     async def stats(_request: web.Request) -> web.Response:
-        return web.json_response(STATS)
+        return web.json_response(state)
 
     async def pools(_request: web.Request) -> web.Response:
         return web.json_response({"epoch": "bench", "pools": []})
@@ -77,11 +79,11 @@ def bare_app(upstream: str) -> web.Application:
 
     async def relay(request: web.Request) -> web.StreamResponse:
         body = await request.read()
-        headers = {"Content-Type": request.headers.get("Content-Type", "")}
+        headers = {k: v for k, v in request.headers.items() if k.lower() not in NOT_RELAYED}
         async with request.app[SESSION].request(
             request.method, upstream + request.path_qs, data=body, headers=headers
         ) as reply:
-            kept = {k: v for k, v in reply.headers.items() if k in ("Content-Type", "Content-Length")}
+            kept = {k: v for k, v in reply.headers.items() if k.lower() not in NOT_RELAYED - {"content-length"}}
             response = web.StreamResponse(status=reply.status, headers=kept)
             await response.prepare(request)
             async for chunk in reply.content.iter_any():
@@ -126,6 +128,24 @@ def start(make: Callable[..., web.Application], *args: str) -> tuple[multiproces
     return process, here.recv()
 
 
+@contextlib.contextmanager
+def lines(n_slots: str) -> Iterator[dict[str, str]]:
+    """The three ways to an engine with so many slots."""
+    processes = []
+    try:
+        engine, engine_url = start(engine_app, n_slots)
+        processes.append(engine)
+        bare, bare_url = start(bare_app, engine_url)
+        processes.append(bare)
+        proxy, proxy_url = start(proxy_app, engine_url)
+        processes.append(proxy)
+        yield {"direct": engine_url, "bare": bare_url, "proxy": proxy_url}
+    finally:
+        for process in reversed(processes):
+            process.terminate()
+            process.join()
+
+
 async def measure_small(urls: dict[str, str], rounds: int) -> dict[str, list[float]]:
     body = json.dumps({"messages": [{"role": "user", "content": "hello " * 40}], "max_tokens": 3}).encode()
     took: dict[str, list[float]] = {name: [] for name in urls}
@@ -160,17 +180,10 @@ def main() -> int:
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
-    engine, engine_url = start(engine_app)
-    bare, bare_url = start(bare_app, engine_url)
-    proxy, proxy_url = start(proxy_app, engine_url)
-    try:
-        urls = {"direct": engine_url, "bare": bare_url, "proxy": proxy_url}
+    with lines("4") as urls:  # as many slots as `polykvctl up` starts
         took = uvloop.run(measure_small(urls, asked.rounds))
+    with lines(str(asked.streams)) as urls:
         streams = {name: uvloop.run(measure_streams(url, asked.streams)) for name, url in urls.items()}
-    finally:
-        for process in (proxy, bare, engine):
-            process.terminate()
-            process.join()
     median = {name: statistics.median(times) for name, times in took.items()}
     added = {name: median[name] - median["direct"] for name in ("bare", "proxy")}
     result = {

@@ -176,11 +176,13 @@ class SlotBook:
         return grant
 
     def _choose(self, ticket: Ticket, free: list[_Slot], now_s: float) -> _Slot:
-        said, best, best_fitness = ticket.conversation, free[0], (True, 0, float("inf"))
+        session, said, is_live = ticket.session, ticket.conversation, self.is_live
+        best, best_fitness = free[0], (True, 0, float("inf"))
         for slot in free:
-            if slot.owner is not None and slot.owner == ticket.session:
+            owner = slot.owner
+            if owner is not None and owner == session:
                 return slot
-            live = slot.owner is not None and self.is_live(slot.owner, now_s)
+            live = owner is not None and is_live(owner, now_s)
             fits = 0
             if not live and slot.mark is not None and said is not None and said.covers(slot.mark):
                 fits = slot.mark.length

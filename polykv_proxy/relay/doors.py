@@ -24,6 +24,8 @@ _MAX_DECODE = 4
 
 def target_of(raw_path: str) -> str:
     """The request target in origin form: an absolute one loses scheme and authority."""
+    if raw_path.startswith("/"):
+        return raw_path
     match = _ABSOLUTE.match(raw_path)
     if match:
         raw_path = raw_path[match.end() :]

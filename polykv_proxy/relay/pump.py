@@ -39,17 +39,16 @@ class ClientStalled(ConnectionError):
 class RelayedResponse(web.StreamResponse):
     """A reply whose headers are the engine's: nothing is added that was not given."""
 
-    def __init__(self, status: int, reason: str, headers: Iterable[tuple[str, str]]):
-        super().__init__(status=status, reason=reason or None, headers=CIMultiDict(headers))
-        self._given = {name.lower() for name in self.headers}
+    def __init__(self, status: int, reason: str, headers: CIMultiDict[str]):
+        super().__init__(status=status, reason=reason or None, headers=headers)
+        self._added = [name for name in _ADDED_BY_AIOHTTP if name not in self.headers]
         # A head with a length travels with the first piece of its body, as llama-server sends it; of a stream it goes
         # ahead.
-        self._send_headers_immediately = "content-length" not in self._given
+        self._send_headers_immediately = "Content-Length" not in self.headers
 
     def drop_added(self) -> None:
-        for name in _ADDED_BY_AIOHTTP:
-            if name.lower() not in self._given:
-                self.headers.popall(name, None)
+        for name in self._added:
+            self.headers.popall(name, None)
 
 
 async def only_their_headers(_request: web.Request, response: web.StreamResponse) -> None:
@@ -59,7 +58,7 @@ async def only_their_headers(_request: web.Request, response: web.StreamResponse
 
 
 def check_framing(request: web.Request) -> None:
-    """HTTP/1.0 knows no chunks: who sends them anyway may be read differently by the next server. Raises RequestError."""
+    """HTTP/1.0 knows no chunks: who sends them anyway may be read otherwise by the next server. Raises RequestError."""
     if request.version < HttpVersion11 and "Transfer-Encoding" in request.headers:
         raise RequestError("Transfer-Encoding in HTTP/1.0")
 
@@ -155,12 +154,12 @@ async def pump_plain(
 
 async def begin(request: web.Request, upstream: UpstreamResponse, extra: Iterable[tuple[str, str]]) -> RelayedResponse:
     """Send the head."""
-    added = list(extra)
-    names = {name.lower() for name, _ in added}
-    headers = [(k, v) for k, v in upstream.returnable_headers() if k.lower() not in names]
-    if upstream.status == 503 and request.method == "POST" and not any(k.lower() == "retry-after" for k, _ in headers):
-        headers.append(("Retry-After", "1"))
-    response = RelayedResponse(upstream.status, upstream.reason, headers + added)
+    headers = CIMultiDict(upstream.returnable_headers())
+    for name, value in extra:
+        headers[name] = value
+    if upstream.status == 503 and request.method == "POST":
+        headers.setdefault("Retry-After", "1")
+    response = RelayedResponse(upstream.status, upstream.reason, headers)
     request[_BEGUN] = True
     await response.prepare(request)
     return response

@@ -63,7 +63,8 @@ class UpstreamResponse:
         Raises:  UpstreamUnavailable when it breaks off
         """
         try:
-            async for chunk in self._response.content.iter_any():
+            content = self._response.content
+            while chunk := await content.readany():
                 yield chunk
         except FOREIGN as e:
             raise map_client_error(e, self._what) from e

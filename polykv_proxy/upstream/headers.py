@@ -21,6 +21,7 @@ HOP_BY_HOP = frozenset(
 )
 REMADE = frozenset({"host", "content-length", "expect"})
 KEYS = frozenset({"authorization", "x-api-key", "api-key"})
+_NOT_FORWARDED = HOP_BY_HOP | REMADE | KEYS
 
 
 def connection_named(headers: Iterable[tuple[str, str]]) -> frozenset[str]:
@@ -35,14 +36,23 @@ def forwardable(headers: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
 
     Doubles take the spelling of the first: aiohttp keeps only the last of two that differ in case.
     """
-    listed = list(headers)
-    dropped = HOP_BY_HOP | REMADE | KEYS | connection_named(listed)
     spelling: dict[str, str] = {}
-    return [(spelling.setdefault(name.lower(), name), value) for name, value in listed if name.lower() not in dropped]
+    kept = []
+    for lower, name, value in _without(headers, _NOT_FORWARDED):
+        kept.append((spelling.setdefault(lower, name), value))
+    return kept
 
 
 def returnable(headers: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
     """Keep what may go back to the client; ``Content-Length`` stays, because the body does."""
-    listed = list(headers)
-    dropped = HOP_BY_HOP | connection_named(listed)
-    return [(name, value) for name, value in listed if name.lower() not in dropped]
+    return [(name, value) for _, name, value in _without(headers, HOP_BY_HOP)]
+
+
+def _without(headers: Iterable[tuple[str, str]], dropped: frozenset[str]) -> list[tuple[str, str, str]]:
+    """(lower-case name, name, value) of those that are neither ``dropped`` nor named by ``Connection``."""
+    listed = [(name.lower(), name, value) for name, value in headers]
+    for lower, _, _ in listed:
+        if lower == "connection":
+            dropped |= connection_named((name, value) for _, name, value in listed)
+            break
+    return [header for header in listed if header[0] not in dropped]
