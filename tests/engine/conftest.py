@@ -93,6 +93,11 @@ def noise(chat_model: Path) -> Noise:
 
 
 @pytest.fixture
+def dense_path(chat_model: Path) -> Path:
+    return tiny_model_path("dense", chat_model)
+
+
+@pytest.fixture
 def launch(chat_model: Path, tmp_path: Path) -> Iterator[Launcher]:
     """Servers that live as long as one test."""
     with ExitStack() as stack:

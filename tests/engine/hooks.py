@@ -5,9 +5,11 @@ length. A continuation can be forced token by token with a grammar of token ids;
 those of the model before any sampler, so one request gives a teacher-forced distribution per position.
 """
 
+import json
+import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import httpx
 
@@ -155,3 +157,49 @@ def _body(response: httpx.Response) -> Json:
         raise Refused(response)
     body: Json = response.json()
     return body
+
+
+class Running:
+    """A greedy completion that streams in a thread of its own, so that a test can do things beside it."""
+
+    def __init__(self, engine: Engine, tokens: Sequence[int], n: int, **fields: Any) -> None:
+        body = {"prompt": list(tokens), "n_predict": n, "temperature": 0, "ignore_eos": True, "stream": True}
+        self._body = body | fields
+        self._engine = engine
+        self.events: list[Json] = []
+        self.error: BaseException | None = None
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        assert self._started.wait(120), "no first token"
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.join(300)
+
+    def _run(self) -> None:
+        try:
+            with self._engine.http.stream("POST", "/completion", json=self._body) as response:
+                assert response.status_code == 200
+                for line in response.iter_lines():
+                    if line.startswith("data: "):
+                        self.events.append(json.loads(line.removeprefix("data: ")))
+                        self._started.set()
+        except BaseException as error:
+            self.error = error
+        finally:
+            self._started.set()
+
+    def is_running(self) -> bool:
+        return self._thread.is_alive()
+
+    def finished(self) -> Json:
+        """Wait for the end; the last event, with the whole text as its ``content``."""
+        self._thread.join(300)
+        assert self.error is None, repr(self.error)
+        assert self.events, "the stream was empty"
+        last = self.events[-1]
+        assert last.get("stop") is True, last
+        return last | {"content": "".join(event["content"] for event in self.events)}

@@ -2,7 +2,8 @@
 
 A scenario leaves a pool in the patched engine and says which prompt to send to it. Its twin leaves the same tokens in a
 slot of the stock engine, by the same requests an agent would have sent there: so both caches were filled in the same
-order and batches, and what stock's own cache does to an answer is the measure for what a pool may do.
+order and batches, and what stock's own cache does to an answer is the measure for what a pool may do. Where the pool
+leaves holes in the cache, so does the twin: sums over cells that lie in another order round in another way.
 """
 
 from collections.abc import Callable
@@ -15,6 +16,7 @@ TRUNK_LEN = 400
 BRANCH_POS = 250
 OWN_LEN = 120
 TURN_LEN = 30
+DEEP_POS = TRUNK_LEN + OWN_LEN // 2
 
 POOLED_SLOT = 0
 SOURCE_SLOT = 2
@@ -49,9 +51,11 @@ class Shared:
 
 @dataclass(frozen=True)
 class Scenario:
+    """``twins``: a freed ancestor can leave its holes in more than one place; the largest divergence is the measure."""
+
     name: str
     pooled: Callable[[Engine, Texts], Shared]
-    stock: Callable[[Engine, Texts], None]
+    twins: tuple[Callable[[Engine, Texts], None], ...]
 
 
 def _root(engine: Engine, texts: Texts) -> Shared:
@@ -77,6 +81,7 @@ def _limited(engine: Engine, texts: Texts) -> Shared:
 
 def _stock_limited(engine: Engine, texts: Texts) -> None:
     engine.warm(texts.trunk[:BRANCH_POS], WARM_SLOT)
+    engine.warm(texts.trunk[BRANCH_POS:], SOURCE_SLOT)
 
 
 def _branch(engine: Engine, texts: Texts) -> Shared:
@@ -123,41 +128,67 @@ def _attached_snapshot(engine: Engine, texts: Texts) -> Shared:
 
 
 def _parent_freed(engine: Engine, texts: Texts) -> Shared:
-    """A branch whose parent is gone, with its freed cells written over before the branch is used."""
-    shared = _branch(engine, texts)
-    parent = engine.pool(shared.seq)["parent_seq"]
-    engine.free(parent)
-    engine.ask(texts.second, 8, slot=SOURCE_SLOT)
-    return shared
+    """A branch whose parent is gone, with the parent's own cells written over before the branch is used."""
+    root = engine.materialize(texts.trunk)
+    tokens = texts.trunk[:BRANCH_POS] + texts.own
+    branch = engine.materialize(tokens, parent=root["seq"], branch_pos=BRANCH_POS)
+    engine.free(root["seq"])
+    engine.warm(texts.second, SOURCE_SLOT)
+    return Shared(branch["seq"], tokens + texts.turn, len(tokens))
+
+
+def _stock_aged_branch(engine: Engine, texts: Texts) -> None:
+    """The same cells in the same places: what was between the two halves of the prefix belongs to somebody else now."""
+    engine.warm(texts.trunk[:BRANCH_POS], WARM_SLOT)
+    engine.warm(texts.trunk[BRANCH_POS:], SOURCE_SLOT)
+    engine.warm(texts.trunk[:BRANCH_POS] + texts.own, WARM_SLOT)
+    engine.erase(SOURCE_SLOT)
+    engine.warm(texts.second, SOURCE_SLOT)
+
+
+def _stock_moved_branch(engine: Engine, texts: Texts) -> None:
+    """The prefix behind cells that were freed: what comes next is written in front of it."""
+    engine.warm(texts.trunk, SOURCE_SLOT)
+    engine.warm(texts.trunk[:BRANCH_POS] + texts.own, WARM_SLOT)
+    engine.erase(SOURCE_SLOT)
+    engine.warm(texts.second, SOURCE_SLOT)
 
 
 def _deep(engine: Engine, texts: Texts) -> Shared:
     """root → extend → branch inside the extension, both ancestors freed."""
     root = engine.materialize(texts.trunk)
     middle = engine.materialize(texts.trunk + texts.own, parent=root["seq"], branch_pos=TRUNK_LEN)
-    cut = TRUNK_LEN + OWN_LEN // 2
-    tokens = (texts.trunk + texts.own)[:cut] + texts.second
-    leaf = engine.materialize(tokens, parent=middle["seq"], branch_pos=cut)
+    tokens = (texts.trunk + texts.own)[:DEEP_POS] + texts.second
+    leaf = engine.materialize(tokens, parent=middle["seq"], branch_pos=DEEP_POS)
     engine.free(root["seq"])
     engine.free(middle["seq"])
     return Shared(leaf["seq"], tokens + texts.turn, len(tokens))
 
 
-def _stock_deep(engine: Engine, texts: Texts) -> None:
+def _stock_aged_deep(engine: Engine, texts: Texts) -> None:
     whole = texts.trunk + texts.own
     engine.warm(texts.trunk, WARM_SLOT)
-    engine.warm(whole, WARM_SLOT)
-    engine.warm(whole[: TRUNK_LEN + OWN_LEN // 2] + texts.second, WARM_SLOT)
+    engine.warm(whole[:DEEP_POS], WARM_SLOT)
+    engine.warm(whole[DEEP_POS:], SOURCE_SLOT)
+    engine.warm(whole[:DEEP_POS] + texts.second, WARM_SLOT)
+    engine.erase(SOURCE_SLOT)
+
+
+def _stock_moved_deep(engine: Engine, texts: Texts) -> None:
+    whole = texts.trunk + texts.own
+    engine.warm(whole, SOURCE_SLOT)
+    engine.warm(whole[:DEEP_POS] + texts.second, WARM_SLOT)
+    engine.erase(SOURCE_SLOT)
 
 
 SCENARIOS = (
-    Scenario("root", _root, _stock_root),
-    Scenario("prompt-leaves-pool", _diverging, _stock_root),
-    Scenario("limit-below-pool", _limited, _stock_limited),
-    Scenario("branch", _branch, _stock_branch),
-    Scenario("extend", _extend, _stock_extend),
-    Scenario("snapshot", _snapshot, _stock_extend),
-    Scenario("snapshot-of-attached", _attached_snapshot, _stock_extend),
-    Scenario("parent-freed-first", _parent_freed, _stock_branch),
-    Scenario("grandchild-alone", _deep, _stock_deep),
+    Scenario("root", _root, (_stock_root,)),
+    Scenario("prompt-leaves-pool", _diverging, (_stock_root,)),
+    Scenario("limit-below-pool", _limited, (_stock_limited,)),
+    Scenario("branch", _branch, (_stock_branch,)),
+    Scenario("extend", _extend, (_stock_extend,)),
+    Scenario("snapshot", _snapshot, (_stock_extend,)),
+    Scenario("snapshot-of-attached", _attached_snapshot, (_stock_extend,)),
+    Scenario("parent-freed-first", _parent_freed, (_stock_aged_branch, _stock_moved_branch)),
+    Scenario("grandchild-alone", _deep, (_stock_aged_deep, _stock_moved_deep)),
 )

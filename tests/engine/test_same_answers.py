@@ -2,7 +2,8 @@
 
 Greedy tokens are compared exactly. Distributions are compared at 40 teacher-forced positions by their mean divergence,
 pooled against full, and the bound is 1.25 times what the stock server's own slot cache shows against a full prefill of
-the same prompt in the same run (see `divergence.FLOOR_NATS` for what happens near 0).
+the same prompt in the same run (see `divergence.FLOOR_NATS` for what happens near 0). Both servers run with
+`-c 8192 --parallel 4 --kv-unified --no-cache-idle-slots -t 1`, the patched one with eight pools.
 """
 
 from collections.abc import Iterator
@@ -21,6 +22,9 @@ pytestmark = pytest.mark.engine
 FULL_SLOT = 3
 N_POSITIONS = 40
 
+# By default the server empties idle slots at the next launch; the scenarios need to find what they left there.
+KEEP_IDLE = "--no-cache-idle-slots"
+
 
 @dataclass(frozen=True)
 class Pair:
@@ -34,7 +38,7 @@ class Pair:
 @pytest.fixture(scope="module", params=["dense", "sliding", "hybrid"])
 def pair(request: pytest.FixtureRequest, launch_shared: Launcher) -> Pair:
     model: str = request.param
-    return Pair(model, launch_shared.pooled(model), launch_shared.stock(model))
+    return Pair(model, launch_shared.pooled(model, KEEP_IDLE), launch_shared.stock(model, KEEP_IDLE))
 
 
 @pytest.fixture
@@ -42,10 +46,13 @@ def clean(pair: Pair) -> Iterator[Pair]:
     """No pools and empty slots before and after."""
     yield pair
     pair.patched.free_all()
-    for slot in range(4):
-        pair.patched.erase(slot)
-        pair.stock.erase(slot)
+    empty_slots(pair.patched)
     assert pair.patched.cells_used() == 0
+
+
+def empty_slots(engine: Engine) -> None:
+    for slot in range(4):
+        engine.erase(slot)
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
@@ -60,16 +67,24 @@ def test_pooled_answer_is_the_answer_of_a_full_prefill(clean: Pair, scenario: Sc
 
     pooled = ask_pool(clean, shared, forced=forced)
     full = engine.full(shared.prompt, slot=FULL_SLOT, forced=forced)
-    scenario.stock(stock, texts)
-    stock_cached = stock.ask(shared.prompt, slot=WARM_SLOT, forced=forced)
-    stock_full = stock.full(shared.prompt, slot=FULL_SLOT, forced=forced)
+    assert pooled.tokens == full.tokens == forced
 
-    assert pooled.tokens == full.tokens == stock_cached.tokens == stock_full.tokens == forced
-    assert stock_cached.cache_n > 0, "the measure itself must come from a cache"
     measured = mean_divergence(full.at, pooled.at)
-    allowed = bound(mean_divergence(stock_full.at, stock_cached.at))
+    allowed = bound(stock_divergence(stock, scenario, texts, shared, forced))
     print(f"divergence {measured:.2e} nats, allowed {allowed:.2e}")
     assert measured <= allowed
+
+
+def stock_divergence(stock: Engine, scenario: Scenario, texts: Texts, shared: Shared, forced: list[int]) -> float:
+    """What the stock server's slot cache does to the same prompt, against its own full prefill."""
+    measured = []
+    for twin in scenario.twins:
+        empty_slots(stock)
+        twin(stock, texts)
+        cached = stock.ask(shared.prompt, slot=WARM_SLOT, forced=forced)
+        full = stock.full(shared.prompt, slot=FULL_SLOT, forced=forced)
+        measured.append(mean_divergence(full.at, cached.at))
+    return max(measured)
 
 
 def test_every_part_of_the_prefix_changes_the_answer(clean: Pair, noise: Noise) -> None:

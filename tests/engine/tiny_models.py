@@ -194,6 +194,24 @@ def write_tiny_model(model: TinyModel, vocabulary_of: Path, path: Path) -> None:
     writer.close()
 
 
+def write_tiny_lora(path: Path, rank: int = 4) -> None:
+    """An adapter for the dense model that changes what it reads and writes in every layer."""
+    draw = Draw("lora")
+    writer = gguf.GGUFWriter(path, TINY_MODELS["dense"].arch)
+    writer.add_type(gguf.GGUFType.ADAPTER)
+    writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
+    writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, rank)
+    for i in range(TINY_MODELS["dense"].n_layer):
+        for part, n_out in (("attn_k", N_HEAD_KV * HEAD_DIM), ("attn_v", N_HEAD_KV * HEAD_DIM)):
+            name = f"blk.{i}.{part}.weight"
+            writer.add_tensor(*draw.matrix(f"{name}.lora_a", rank, N_EMBD))
+            writer.add_tensor(*draw.matrix(f"{name}.lora_b", n_out, rank))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 def _tensors(model: TinyModel, n_vocab: int) -> Tensors:
     draw = Draw(model.name)
     # The embedding is the output matrix too. Its gain sets the spread of the logits: peaked enough that two tokens
