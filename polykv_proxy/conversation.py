@@ -5,13 +5,12 @@ A wrong guess costs time only: the engine compares tokens before it reuses anyth
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import xxhash
 
 
-@dataclass(frozen=True, slots=True)
-class Mark:
+class Mark(NamedTuple):
     """Where a conversation stood. ``length``: messages of a chat, bytes of a plain prompt."""
 
     scope: int

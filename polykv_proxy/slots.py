@@ -14,13 +14,13 @@ Pure: a question or a fact goes in, grants come out; waiting is the caller's bus
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from polykv_proxy.conversation import Conversation, Mark
 from polykv_proxy.ids import SessionId, SlotId
 
 
-@dataclass(frozen=True, slots=True)
-class Ticket:
+class Ticket(NamedTuple):
     """A request for ``n`` slots."""
 
     ticket_id: int
@@ -29,8 +29,7 @@ class Ticket:
     conversation: Conversation | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Grant:
+class Grant(NamedTuple):
     """``slots[0]`` is the one to name to the engine. ``displaced``: sessions that lost their slot by this."""
 
     ticket: Ticket

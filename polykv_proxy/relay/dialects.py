@@ -129,10 +129,10 @@ def conversation_of(call: Call) -> Conversation | None:
         messages = [{"role": "user", "content": messages}]
     if not isinstance(messages, list):
         return None
-    front = [body.get(key) for key in ("model", "system", "instructions", "tools")]
+    front = [body.get("model"), body.get("system"), body.get("instructions"), body.get("tools")]
     return Conversation.of_messages(
-        name + _dump(front),
-        ((str(m.get("role", "")) if isinstance(m, dict) else "", _dump(m)) for m in messages),
+        name + orjson.dumps(front),
+        [(str(m.get("role", "")) if isinstance(m, dict) else "", orjson.dumps(m)) for m in messages],
     )
 
 
@@ -148,10 +148,6 @@ def named_session(headers: Mapping[str, str]) -> tuple[SessionId | None, Session
         if value := headers.get(name):
             return SessionId(value), None
     return None, None
-
-
-def _dump(value: Any) -> bytes:
-    return orjson.dumps(value)
 
 
 def _positive(value: Any) -> int:
