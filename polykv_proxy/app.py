@@ -139,7 +139,10 @@ async def serve(settings: Settings, *, ready: Callable[[str], None] | None = Non
 
 
 def run(settings: Settings, *, ready: Callable[[str], None] | None = None) -> None:
-    """Serve until told to stop (blocking). ``ready`` is called with the URL once the proxy listens."""
+    """Serve until told to stop (blocking). ``ready`` is called with the URL once the proxy listens.
+
+    Raises:  SystemExit with one line when it must not start (another proxy manages this engine's pools)
+    """
     try:
         import uvloop
 
@@ -147,4 +150,7 @@ def run(settings: Settings, *, ready: Callable[[str], None] | None = None) -> No
     except ImportError:
         runner = asyncio.Runner()
     with runner:
-        runner.run(serve(settings, ready=ready))
+        try:
+            runner.run(serve(settings, ready=ready))
+        except PolyKVError as e:
+            raise SystemExit(f"error: {e.message}") from e

@@ -60,7 +60,7 @@ class TurnRelay:
         self._books: SessionBook = control.sessions
         self._plan: AttachPlan | None = None
         self._settled = False
-        self._complete = False
+        self._complete = self._failed = False
         self._sent = False
         self._status: int | None = None
 
@@ -80,7 +80,7 @@ class TurnRelay:
                 self._give_back(grant)
         finally:
             self._settle(usage)
-            answered = said if self._complete and self._status == 200 else None
+            answered = said if self._complete and self._status == 200 and not self._failed else None
             self._books.end(self._turn, usage, self._clock(), said=answered)
 
     # Before the engine has it --------------------------------------------------------------------------------------
@@ -196,7 +196,7 @@ class TurnRelay:
                     self._learn_rate(usage)
                 if out:
                     await send(self._request, response, out)
-            self._complete = True
+            self._complete, self._failed = True, reader.failed
         except UpstreamError as e:
             return await cut(self._request, response, e, call.dialect, sse=True, mid_line=reader.mid_line)
         if rest := reader.finish():

@@ -17,15 +17,20 @@ from tests.relay.raw import until
 CHAT = "/v1/chat/completions"
 
 
-@asynccontextmanager
-async def serving_process(engine: FakeEngine) -> AsyncIterator[tuple[asyncio.subprocess.Process, httpx.AsyncClient]]:
+async def start(engine: FakeEngine) -> asyncio.subprocess.Process:
     args = ("-m", "polykv_proxy.cli", "serve", "--upstream", engine.url, "--port", "0", "--state", ":memory:", "--json")
-    process = await asyncio.create_subprocess_exec(
+    return await asyncio.create_subprocess_exec(
         sys.executable,
         *args,
         stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
         env={k: v for k, v in os.environ.items() if not k.startswith("POLYKV_")},
     )
+
+
+@asynccontextmanager
+async def serving_process(engine: FakeEngine) -> AsyncIterator[tuple[asyncio.subprocess.Process, httpx.AsyncClient]]:
+    process = await start(engine)
     try:
         assert process.stdout is not None
         line = await asyncio.wait_for(process.stdout.readline(), 30)
@@ -70,3 +75,14 @@ async def test_a_second_sigterm_ends_it_now(engine: FakeEngine) -> None:
         assert await asyncio.wait_for(process.wait(), 5) == 0
         assert isinstance((await asyncio.gather(running, return_exceptions=True))[0], httpx.RemoteProtocolError)
         await until(lambda: engine.requests(CHAT)[0].left)
+
+
+async def test_a_second_proxy_on_the_same_engine_says_so_in_one_line(engine: FakeEngine) -> None:
+    async with serving_process(engine) as (_, client):
+        second = await start(engine)
+        _, said = await asyncio.wait_for(second.communicate(), 30)
+        assert second.returncode == 1
+        last = said.decode().splitlines()[-1]
+        assert last.startswith("error: another proxy (")
+        assert "Traceback" not in said.decode()
+        assert (await client.get("/polykv/health")).status_code == 200
