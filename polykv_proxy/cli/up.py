@@ -1,9 +1,11 @@
 """``polykvctl up``: a local engine and the proxy in the foreground, both kept alive, both gone when we go."""
 
+import contextlib
 import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
 
 # The proxy lets running turns finish for a minute; a second Ctrl-C ends them.
 _DRAIN_S = 65.0
+_LOGS_KEPT_S = 7 * 24 * 3600.0
 
 
 def up(
@@ -118,7 +121,7 @@ def _engine_environment(settings: "Settings") -> dict[str, str]:
 
 
 def _fresh_log(settings: "Settings", engine_port: int) -> Path:
-    """Beside the journal; the log of the last ``up`` on this port is kept under ``.1``."""
+    """Beside the journal; the last one of this port is kept under ``.1``, old ones of others go after a week."""
     from polykv_proxy.config import MEMORY_STATE
     from polykv_proxy.engine.paths import state_dir
 
@@ -126,6 +129,10 @@ def _fresh_log(settings: "Settings", engine_port: int) -> Path:
     log = folder / f"engine-{engine_port}.log"
     if log.exists():
         os.replace(log, log.with_name(f"{log.name}.1"))
+    for old in folder.glob("engine-*.log*"):
+        with contextlib.suppress(FileNotFoundError):  # another ``up`` may tidy here too
+            if old.stat().st_mtime < time.time() - _LOGS_KEPT_S:
+                old.unlink()
     return log
 
 

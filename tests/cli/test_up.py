@@ -118,6 +118,27 @@ def test_killed_without_warning_it_leaves_nobody_behind(tmp_path: Path) -> None:
         wait_for(lambda: not answers(f"{facts['proxy']}/polykv/health"))
 
 
+def test_log_of_the_last_run_is_kept_and_very_old_ones_are_not(tmp_path: Path) -> None:
+    old, recent = tmp_path / "engine-1.log", tmp_path / "engine-2.log"
+    for log in (old, recent):
+        log.write_text("words")
+    os.utime(old, (time.time() - 8 * 24 * 3600,) * 2)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    logs = [tmp_path / f"engine-{port}.log", tmp_path / f"engine-{port}.log.1"]
+    logs[0].write_text("the last run")
+
+    with up(tmp_path, "--engine-port", port) as (_, facts):
+        assert facts["engine"] == f"http://127.0.0.1:{port}"
+
+    assert logs[1].read_text() == "the last run"
+    assert "the last run" not in logs[0].read_text()
+    assert logs[0].stat().st_mode & 0o077 == 0
+    assert recent.exists()
+    assert not old.exists()
+
+
 def test_more_arguments_reach_the_engine(tmp_path: Path) -> None:
     with up(tmp_path, "--parallel", "2", "--", "--alias", "named-by-us") as (_, facts):
         assert get(f"{facts['engine']}/v1/models")["data"][0]["id"] == "named-by-us"
