@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from aiohttp import web
 
 from polykv_proxy.control import Control
-from polykv_proxy.errors import Draining, InvariantError, PolyKVError, RequestError
+from polykv_proxy.errors import Draining, InvariantError, PolyKVError, RequestError, UpstreamError
 from polykv_proxy.ids import SlotId
 from polykv_proxy.relay.desk import SlotDesk
 from polykv_proxy.relay.dialects import ATTACHABLE, TAKES_A_SLOT, Call, Dialect, may_carry_fields, parse_json, read_call
@@ -42,6 +42,7 @@ class Relay:
         self.idle = asyncio.Event()
         self.idle.set()
         self.n_floating = 0
+        self._looking: asyncio.Task[None] | None = None
 
     def dialect_of(self, request: web.Request, target: str) -> Dialect | None:
         return ATTACHABLE.get(target.partition("?")[0]) if request.method == "POST" else None
@@ -55,6 +56,8 @@ class Relay:
             return await self._serve(request, target, target.partition("?")[0], request_id)
         except PolyKVError as e:
             error = e
+            if isinstance(e, UpstreamError):
+                self._look_at_engine()
         except web.RequestPayloadError as e:
             error = RequestError(f"the body cannot be read: {e}")
         except (ConnectionError, web.HTTPException):
@@ -79,7 +82,21 @@ class Relay:
         self.desk.dismiss(Draining("the proxy is shutting down"))
 
     async def close(self) -> None:
+        if self._looking is not None:
+            self._looking.cancel()
+            await asyncio.wait([self._looking])
         await self.desk.close()
+
+    def _look_at_engine(self) -> None:
+        """A request failed because of the engine: what is known of it is out of date before the next heartbeat."""
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.create_task(self._look(), name="polykv-engine-look")
+
+    async def _look(self) -> None:
+        try:
+            await self.control.refresh()
+        except PolyKVError as e:
+            log.info("the engine does not answer: %s", e.message)  # and control has taken note
 
     async def _serve(self, request: web.Request, target: str, path: str, request_id: str) -> web.StreamResponse:
         takes_a_slot = request.method == "POST" and path in TAKES_A_SLOT

@@ -97,6 +97,7 @@ async def test_an_engine_that_is_not_there_is_a_503_and_comes_back_by_itself(eng
     answer = await proxy.chat(session_id="s")
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "upstream_unavailable")
     await all_at_rest(proxy)
+    await until(lambda: not proxy.control.health()[0], 0.8)
     await engine.start()
     assert (await proxy.chat(session_id="s")).status_code == 200
 
