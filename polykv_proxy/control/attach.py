@@ -93,6 +93,8 @@ class Attacher:
             # 4.
             try:
                 held = await self._residency.ensure(pool)
+            except PoolNotFound as e:
+                raise _Unpooled("no_pool", pool.pool_id) from e
             except PolyKVError as e:
                 log.warning("pool %s cannot be resident now: %s", pool.label, e.message)
                 raise _Unpooled("not_resident", pool.pool_id) from e
@@ -170,6 +172,8 @@ class Attacher:
         """Compare rendered prompts with the pool asked for, else the session's, else find the deepest match."""
         n_tokens = min(len(tokens) for tokens in prompts)
         if named is not None:
+            if named.pool_id not in self._tree:
+                raise _Unpooled("no_pool", named.pool_id)  # released while the prompt was rendered
             n_prefix = self._lcp(named, prompts)
             if n_prefix == 0 and len(prompts) > 1:
                 raise _Unpooled("incompatible", named.pool_id)

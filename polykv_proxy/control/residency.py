@@ -20,6 +20,7 @@ from polykv_proxy.control.watch import EngineWatch
 from polykv_proxy.errors import (
     InvariantError,
     PolyKVError,
+    PoolNotFound,
     PrefixMismatch,
     UpstreamError,
     UpstreamRestarted,
@@ -115,13 +116,15 @@ class Residency:
             # Parents first, so that every token is prefilled by its owner and shared from there.
             for above in reversed(cold):
                 await self.ensure(above)
+        if pool.pool_id not in self._tree:
+            raise PoolNotFound(f"pool {pool.label} was released while it was being brought back")
         parent = self._tree.find(pool.parent) if not pool.is_root else None
         made, _ = await self.materialize(self._tree.tokens(pool.pool_id), parent, pool.branch_pos, pool.pool_id)
         return await self.adopt(pool, made)
 
     def source(self, parent: Pool | None, branch_pos: int) -> SeqId | None:
         """A sequence to share [0, D) from: the parent's, or anybody's that holds the same tokens."""
-        if parent is None or branch_pos == 0:
+        if parent is None or branch_pos == 0 or parent.pool_id not in self._tree:
             return None
         holder = self._tree.holder(parent.pool_id, branch_pos)
         return holder.seq_id if holder is not None else None
@@ -134,7 +137,7 @@ class Residency:
         """Record that a sequence now holds a pool of the tree. If the pool is gone meanwhile, it is given back."""
         if pool.pool_id not in self._tree:
             await self.give_back(SeqId(made.seq))
-            raise UpstreamRestarted(f"pool {pool.label} was released while it was being brought back")
+            raise PoolNotFound(f"pool {pool.label} was released while it was being brought back")
         if pool.residency == "resident":
             raise InvariantError(f"pool {pool.pool_id} became resident twice")
         self._tree.set_residency(pool.pool_id, "resident", seq_id=SeqId(made.seq), gen=made.gen)

@@ -44,7 +44,7 @@ class Views:
         """
         top = self._tree.get(ref).pool_id if ref is not None else None
         stats = self._watch.stats
-        cells = stats.cells if stats is not None else None
+        cells = stats.cells if stats is not None and not self._watch.sleeping else None
         resident = sum(1 for pool in self._tree if pool.seq_id is not None)
         facts = EngineFacts(
             bytes_per_token=stats.kv_bytes_per_token if stats is not None else None,

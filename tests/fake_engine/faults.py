@@ -120,7 +120,7 @@ class Faults:
                 continue
             if fault.times is not None:
                 fault.times -= 1
-                if fault.times <= 0:
+                if fault.times <= 0 and fault in self.armed:
                     self.armed.remove(fault)
             answer = await fault.action(request)
             if answer is not None:

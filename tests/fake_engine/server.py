@@ -135,6 +135,10 @@ class FakeEngine:
         app.router.add_post("/apply-template", self._apply_template)
         return app
 
+    @property
+    def running(self) -> bool:
+        return self._runner is not None
+
     async def kill(self) -> None:
         """As kill -9: every connection is reset, nothing listens."""
         runner, self._runner = self._runner, None
