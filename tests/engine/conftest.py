@@ -3,25 +3,17 @@
 A tiny model serves a third of a second after its start, so a test that needs flags of its own starts its own server.
 """
 
-import os
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from polykv_proxy.engine.build import ensure_engine
-from polykv_proxy.engine.model import CHAT_MODEL, ensure_model
-
+from .binaries import binary_path, chat_model_path
 from .harness import EngineServer
 from .hooks import Engine
 from .noise import Noise
 from .tiny_models import tiny_model_path
-
-# Binaries and model of somebody who works on the patches themselves; without them the project's own cache is used.
-ENGINE_OVERRIDE = {"patched": "POLYKV_TEST_ENGINE", "stock": "POLYKV_TEST_STOCK"}
-CHAT_MODEL_OVERRIDE = "POLYKV_TEST_CHAT_MODEL"
 
 POOLS = ("--polykv-max-pools", "8")
 SMALL = ("-c", "8192", "--parallel", "4", "--kv-unified")
@@ -57,34 +49,10 @@ def layout_flags(model: str) -> tuple[str, ...]:
     return ("--swa-full",) if model == "sliding" else ()
 
 
-def binary_path(kind: str) -> Path:
-    """The server binary, built on first use."""
-    if override := os.environ.get(ENGINE_OVERRIDE[kind]):
-        return Path(override)
-    return ensure_engine(BuildLog(), stock=kind == "stock")
-
-
-class BuildLog:
-    """What a build says, on the test run's own output; a line for every tenth of the steps."""
-
-    def __init__(self) -> None:
-        self._tenth = 0
-
-    def say(self, line: str) -> None:
-        print(line, file=sys.stderr)
-
-    def step(self, n_done: int, n_total: int, what: str) -> None:
-        if n_total and (tenth := 10 * n_done // n_total) != self._tenth:
-            self._tenth = tenth
-            self.say(f"{what} {n_done}/{n_total}")
-
-
 @pytest.fixture(scope="session")
 def chat_model() -> Path:
     """The tests' chat model, fetched on first use."""
-    if override := os.environ.get(CHAT_MODEL_OVERRIDE):
-        return Path(override)
-    return ensure_model(CHAT_MODEL, BuildLog().say)
+    return chat_model_path()
 
 
 @pytest.fixture(scope="session")

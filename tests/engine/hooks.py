@@ -181,7 +181,9 @@ class Running:
 
     def _run(self) -> None:
         try:
-            with self._engine.http.stream("POST", "/completion", json=self._body) as response:
+            # llama-server says keep-alive and closes after a stream: let nobody else meet that connection.
+            closing = {"connection": "close"}
+            with self._engine.http.stream("POST", "/completion", json=self._body, headers=closing) as response:
                 assert response.status_code == 200
                 for line in response.iter_lines():
                     if line.startswith("data: "):

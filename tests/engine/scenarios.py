@@ -8,6 +8,7 @@ leaves holes in the cache, so does the twin: sums over cells that lie in another
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 from .hooks import Engine
 from .noise import Noise
@@ -31,12 +32,12 @@ class Texts:
     own: list[int]
     second: list[int]
     turn: list[int]
-    next_turn: list[int]
+
+    LENGTHS: ClassVar = (TRUNK_LEN, OWN_LEN, OWN_LEN, TURN_LEN)
 
     @classmethod
     def draw(cls, noise: Noise, seed: int) -> "Texts":
-        lengths = (TRUNK_LEN, OWN_LEN, OWN_LEN, TURN_LEN, TURN_LEN)
-        return cls(*(noise(100 * seed + i, n) for i, n in enumerate(lengths)))
+        return cls(*(noise(100 * seed + i, n) for i, n in enumerate(cls.LENGTHS)))
 
 
 @dataclass(frozen=True)
