@@ -140,10 +140,14 @@ class PoolWork:
         self._tree_changed()
         for pool in released:
             self._sessions.released(pool.pool_id)
-        await self._residency.give_back_claimed(seq_ids)
+        used_before = self._watch.stats.cells.used if self._watch.stats and self._watch.stats.cells else None
+        used_after = await self._residency.give_back_claimed(seq_ids)
         kept = self._views.kept_by_sessions(released, users)
         after = self._views.accounts([fact for fact in facts if fact.pool_id not in gone])
         n_cells = before.total_cells - after.total_cells - kept["kv_cells"] - sum(u.suffix_n_tokens for u in users)
+        if used_before is not None and used_after is not None:
+            # What else holds these cells (a pool made from a session that shares them) only the engine knows.
+            n_cells = min(n_cells, max(0, used_before - used_after))
         return {
             "released": [pool.pool_id for pool in released],
             "freed_now": {"seq_ids": len(seq_ids), "kv_cells": n_cells, "kv_bytes": self._views.kv_bytes(n_cells)},

@@ -191,6 +191,14 @@ async def test_fork_from_a_session_branches_where_it_leaves_the_parent(plane):
     assert len(plane.engine.ready_pools()) == 3
 
 
+async def test_releasing_a_pool_whose_cells_others_hold_frees_nothing_and_says_so(plane):
+    await a_session_that_answered(plane, "Hello")
+    await plane.create(from_session="s", name="from")
+    _, answer = await plane.call("DELETE", "/polykv/pools/from")
+    assert answer["freed_now"] == {"seq_ids": 1, "kv_cells": 0, "kv_bytes": 0}
+    assert plane.engine.cache.used() == 9
+
+
 async def test_a_session_without_its_slot_is_not_resident(plane):
     await plane.refused(404, "session_not_found", "POST", "/polykv/pools", {"from_session": "none"})
     session, _ = await a_session_that_answered(plane, "Hello")
