@@ -108,12 +108,14 @@ def _fetch(cached: Path) -> None:
         sdist = download(SDIST, SDIST_VERSION, SDIST_SHA256, binary=False, into=scratch)
         tree = scratch / "tree"
         with tarfile.open(sdist) as archive:
+            # Python before 3.11.4 (Debian 12 has 3.11.2) knows no filters; this archive is known by its hash anyway.
+            archive.extraction_filter = getattr(tarfile, "data_filter", None)
             for member in archive:
                 if not member.name.startswith(_SDIST_FOLDER):
                     continue
                 member.name = member.name.removeprefix(_SDIST_FOLDER)
                 if member.name != ".git":  # a file that points nowhere: git would take the folder for a broken checkout
-                    archive.extract(member, tree, filter="data")
+                    archive.extract(member, tree)
         if (found := tree_sha256(tree)) != TREE_SHA256:
             raise EngineProblem(
                 f"the fetched source is not llama.cpp {BASE[:8]}: hash {found} instead of {TREE_SHA256}"
