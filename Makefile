@@ -10,7 +10,7 @@ PYTHON ?= $(firstword $(foreach p,python3 python3.13 python3.12 python3.11,$(she
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
-.PHONY: help install engine demo up test test-all lint format check-patches bench clean
+.PHONY: help install engine demo up test test-all lint format check-patches check-containers bench clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -70,3 +70,6 @@ bench: install .test-setup  ## the benchmarks, one after the other
 clean:  ## remove .venv and caches of the checkout (the per-user cache stays)
 	@rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	@find polykv_proxy tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+check-containers: install  ## build and run compose.yaml for real (Docker, or podman as root; skipped where neither is)
+	@deploy/check-containers
