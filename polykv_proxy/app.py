@@ -16,6 +16,7 @@ from polykv_proxy import routes
 from polykv_proxy.config import Settings
 from polykv_proxy.control import Control
 from polykv_proxy.errors import InvariantError, MethodNotAllowed, PolyKVError, RouteNotFound
+from polykv_proxy.relay.connection import AppRunner
 from polykv_proxy.relay.doors import Door, door_of, shows_prompts, target_of
 from polykv_proxy.relay.pump import check_framing, only_their_headers, refuse, request_id_of
 from polykv_proxy.relay.relay import Relay
@@ -58,7 +59,9 @@ def make_app(settings: Settings) -> web.Application:
             return refuse(request, RouteNotFound(f"no such route: {request.path}"), None, request_id)
         except web.HTTPMethodNotAllowed as e:
             allowed = ", ".join(sorted(e.allowed_methods))
-            return refuse(request, MethodNotAllowed(f"allowed here: {allowed}"), None, request_id)
+            refusal = refuse(request, MethodNotAllowed(f"allowed here: {allowed}"), None, request_id)
+            refusal.headers["Allow"] = allowed
+            return refusal
         if not response.prepared:
             response.headers.setdefault("x-request-id", request_id)
         return response
@@ -86,25 +89,11 @@ async def _running(app: web.Application) -> AsyncIterator[None]:
         await app[CONTROL].stop()
 
 
-def make_runner(app: web.Application) -> web.AppRunner:
-    """A client that leaves cancels its handler, in every phase. Bodies stay as they were sent."""
-    return web.AppRunner(
-        app,
-        handler_cancellation=True,
-        auto_decompress=False,
-        access_log=None,
-        shutdown_timeout=1.0,
-        keepalive_timeout=75.0,
-        max_line_size=16384,
-        max_field_size=32768,
-    )
-
-
 @contextlib.asynccontextmanager
 async def serving(settings: Settings) -> AsyncIterator[tuple[str, web.Application]]:
     """The proxy on ``settings.host:port`` (0 = a free one) for as long as the block runs. Gives its URL."""
     app = make_app(settings)
-    runner = make_runner(app)
+    runner = AppRunner(app)
     await runner.setup()
     try:
         await web.TCPSite(runner, settings.host, settings.port, reuse_address=True, backlog=1024).start()

@@ -59,7 +59,8 @@ class Relay:
             if isinstance(e, UpstreamError):
                 self._look_at_engine()
         except web.RequestPayloadError as e:
-            error = RequestError(f"the body cannot be read: {e}")
+            log.info("unreadable body: %s", type(e).__name__)  # its text would quote the client
+            error = RequestError("the body cannot be read: it breaks off, or its chunks are malformed")
         except (ConnectionError, web.HTTPException):
             raise
         except Exception:

@@ -1,0 +1,110 @@
+"""Below the application: requests whose head cannot be read, and what the HTTP library says about them.
+
+aiohttp answers those itself, as HTTP/1.0 text that repeats what it could not read, and logs a traceback with it: a
+mistyped ``Authorization`` line would stand in the log. Here they get the contract's error body and one line in the log
+that quotes nothing.
+"""
+
+import logging
+import os
+from typing import Any
+
+import orjson
+from aiohttp import HttpVersion11, http_exceptions, web
+
+from polykv_proxy.errors import InvariantError, PolyKVError, RequestError
+from polykv_proxy.relay.refusals import refusal
+
+log = logging.getLogger("polykv.http")
+
+MAX_LINE, MAX_FIELD = 16_384, 32_768
+"""Bytes of a request line, and of one header."""
+
+_OPTIONS: dict[str, Any] = {
+    "auto_decompress": False,
+    "access_log": None,
+    "keepalive_timeout": 75.0,
+    "max_line_size": MAX_LINE,
+    "max_field_size": MAX_FIELD,
+}
+
+_UNREADABLE: dict[type[Exception], str] = {
+    http_exceptions.BadHttpMethod: "the method cannot be read",
+    http_exceptions.BadStatusLine: "the request line cannot be read",
+    http_exceptions.InvalidURLError: "the request target cannot be read",
+    http_exceptions.InvalidHeader: "a header cannot be read",
+    http_exceptions.TransferEncodingError: "the chunks of the body cannot be read",
+    http_exceptions.ContentLengthError: "the body does not have the announced length",
+}
+
+
+class HeadersTooLarge(RequestError):
+    status = 431
+    code = "headers_too_large"
+
+
+class AppRunner(web.AppRunner):
+    """Runs an application behind ``Connection``. A client that leaves cancels its handler, in every phase."""
+
+    def __init__(self, app: web.Application):
+        super().__init__(app, handler_cancellation=True, shutdown_timeout=1.0)
+
+    async def _make_server(self) -> web.Server:
+        made = await super()._make_server()
+        return _Server(
+            made.request_handler, request_factory=made.request_factory, handler_cancellation=True, **_OPTIONS
+        )
+
+
+class _Server(web.Server):
+    def __call__(self) -> web.RequestHandler:
+        return Connection(self, loop=self._loop, **_OPTIONS)
+
+
+class Connection(web.RequestHandler):
+    """One connection of a client."""
+
+    __slots__ = ()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """Answer what no handler could: an unreadable head, or a bug that came through all of them."""
+        if isinstance(exc, ConnectionError):
+            raise exc  # the client left
+        error = self._understood(request, status, exc)
+        if request.writer.output_size > 0:
+            raise ConnectionError("a reply had begun; nothing else can be said")
+        response = web.Response(
+            status=error.status,
+            body=orjson.dumps(refusal(error, None)),
+            content_type="application/json",
+            headers={"x-request-id": os.urandom(16).hex()},
+        )
+        request._version = HttpVersion11  # nobody knows which one it was; aiohttp takes 1.0
+        response.force_close()
+        return response
+
+    def log_exception(self, *args: Any, **kw: Any) -> None:
+        """What aiohttp has to say about a connection: the kind of problem, never its text."""
+        log.warning("connection broken off: %s", type(kw.get("exc_info")).__name__)
+
+    def _understood(self, request: web.BaseRequest, status: int, exc: BaseException | None) -> PolyKVError:
+        if isinstance(exc, http_exceptions.HttpProcessingError):
+            log.info("unreadable request from %s: %s", request.remote, type(exc).__name__)
+            if isinstance(exc, http_exceptions.LineTooLong) or exc.message == "Too many headers received":
+                return HeadersTooLarge(
+                    f"the head is too large: at most {MAX_LINE} bytes of request line, {MAX_FIELD} of each header, "
+                    "128 headers"
+                )
+            return RequestError(
+                next((said for kind, said in _UNREADABLE.items() if isinstance(exc, kind)), "this is not HTTP/1.1")
+            )
+        if isinstance(exc, PolyKVError):
+            return exc  # logged where it was raised
+        log.error("bug below the application (%d): %s", status, type(exc).__name__, exc_info=exc)
+        return InvariantError("an internal error; the proxy's log has it")
