@@ -5,7 +5,7 @@ body (``divergence_pos``, ``cells_missing``, …). Only the routes and the relay
 them. Foreign exceptions (aiohttp, json) are mapped in ``upstream.client`` and ``routes.body``.
 
 PolyKVError
-├── RequestError         the caller's doing               400 404 409 413 431
+├── RequestError         the caller's doing               400 401 403 404 409 413 431
 ├── CapacityError        nothing free right now           429 503 507
 ├── UpstreamError        llama-server's doing             501 502 503 504
 └── InvariantError       a bug of ours                    500
@@ -40,6 +40,18 @@ class RequestError(PolyKVError):
 
 class InvalidJson(RequestError):
     code = "invalid_json"
+
+
+class KeyWrong(RequestError):
+    status = 401
+    code = "invalid_api_key"
+
+
+class Forbidden(RequestError):
+    """A key of the wrong kind, or without keys a peer, host or page that is not this machine."""
+
+    status = 403
+    code = "forbidden"
 
 
 class PoolNotFound(RequestError):
@@ -166,6 +178,10 @@ class UpstreamUnavailable(UpstreamError):
     retry_after_s = 1.0
 
 
+class ConnectFailed(UpstreamUnavailable):
+    """No connection came about: the request certainly did not reach the engine."""
+
+
 class UpstreamLoading(UpstreamError):
     status = 503
     code = "loading"
@@ -181,6 +197,22 @@ class UpstreamRestarted(UpstreamError):
     status = 503
     code = "upstream_restarted"
     retry_after_s = 1.0
+
+
+class SequenceGone(UpstreamRestarted):
+    """The pool or parent that a hook named is not there any more: control materializes it again."""
+
+
+class EngineOwned(UpstreamError):
+    """Another proxy manages this engine's pools. ``owner``: who; ``left_s``: how long its lease still runs."""
+
+    status = 503
+    code = "engine_owned"
+    retry_after_s = 5.0
+
+    def __init__(self, message: str, *, owner: str, left_s: float | None):
+        super().__init__(message, owner=owner)
+        self.left_s = left_s
 
 
 class EngineUnpatched(UpstreamError):

@@ -21,16 +21,13 @@ from polykv_proxy.control.residency import Residency
 from polykv_proxy.control.snapshots import Snapshots
 from polykv_proxy.control.views import Views
 from polykv_proxy.control.watch import HEARTBEAT_S, EngineWatch
-from polykv_proxy.errors import (
-    SessionNotFound,
-    UpstreamError,
-)
+from polykv_proxy.errors import EngineOwned, SessionNotFound, UpstreamError
 from polykv_proxy.ids import SessionId, SlotId
 from polykv_proxy.sessions import SessionBook
 from polykv_proxy.slots import Grant, SlotBook
 from polykv_proxy.tree.pool import Pool
 from polykv_proxy.tree.tree import PoolTree
-from polykv_proxy.upstream import EngineClient, EngineOwned, Stats
+from polykv_proxy.upstream import EngineClient, Stats
 
 log = logging.getLogger("polykv.control")
 

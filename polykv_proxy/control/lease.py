@@ -13,8 +13,8 @@ import secrets
 import socket
 import time
 
-from polykv_proxy.errors import EngineUnpatched
-from polykv_proxy.upstream import EngineClient, EngineOwned
+from polykv_proxy.errors import EngineOwned, EngineUnpatched
+from polykv_proxy.upstream import EngineClient
 
 log = logging.getLogger("polykv.lease")
 

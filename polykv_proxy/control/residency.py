@@ -22,6 +22,7 @@ from polykv_proxy.errors import (
     PolyKVError,
     PoolNotFound,
     PrefixMismatch,
+    SequenceGone,
     UpstreamError,
     UpstreamRestarted,
     UpstreamTimeout,
@@ -31,7 +32,7 @@ from polykv_proxy.ids import PoolId, SeqId
 from polykv_proxy.tree.pool import Pool
 from polykv_proxy.tree.prefix import Tokens, hash_tokens
 from polykv_proxy.tree.tree import PoolTree
-from polykv_proxy.upstream import EngineClient, Materialized, PoolList, SequenceGone
+from polykv_proxy.upstream import EngineClient, Materialized, PoolList
 
 log = logging.getLogger("polykv.residency")
 

@@ -21,20 +21,10 @@ from urllib.parse import urlsplit
 from aiohttp import web
 
 from polykv_proxy.config import Settings
-from polykv_proxy.errors import RequestError
+from polykv_proxy.errors import Forbidden, KeyWrong
 
 PUBLIC = frozenset({"/health", "/v1/health"})
 _FORWARDED = ("Forwarded", "X-Forwarded-For", "X-Forwarded-Host", "X-Real-IP", "Via")
-
-
-class KeyWrong(RequestError):
-    status = 401
-    code = "invalid_api_key"
-
-
-class Forbidden(RequestError):
-    status = 403
-    code = "forbidden"
 
 
 class Guard:

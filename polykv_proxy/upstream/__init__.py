@@ -7,7 +7,7 @@ errors   every foreign exception and every answer of the hooks becomes one of ou
 """
 
 from polykv_proxy.upstream.client import EngineClient, UpstreamResponse
-from polykv_proxy.upstream.errors import EngineOwned, SequenceGone, map_client_error
+from polykv_proxy.upstream.errors import map_client_error
 from polykv_proxy.upstream.headers import forwardable
 from polykv_proxy.upstream.wire import (
     Cells,
@@ -24,14 +24,12 @@ from polykv_proxy.upstream.wire import (
 __all__ = [
     "Cells",
     "EngineClient",
-    "EngineOwned",
     "FinishedTask",
     "Freed",
     "Materialized",
     "PoolList",
     "PoolSequence",
     "Rendered",
-    "SequenceGone",
     "SlotStats",
     "Stats",
     "UpstreamResponse",

@@ -10,6 +10,8 @@ from typing import Any
 import aiohttp
 
 from polykv_proxy.errors import (
+    ConnectFailed,
+    EngineOwned,
     EngineRefused,
     EngineUnpatched,
     KvExhausted,
@@ -17,6 +19,7 @@ from polykv_proxy.errors import (
     PrefixMismatch,
     RequestError,
     SeqIdsExhausted,
+    SequenceGone,
     SessionNotResident,
     SharingUnsupported,
     UpstreamError,
@@ -24,31 +27,6 @@ from polykv_proxy.errors import (
     UpstreamTimeout,
     UpstreamUnavailable,
 )
-
-
-class SequenceGone(UpstreamError):
-    """The pool or parent that a hook named is not there any more: control materializes it again."""
-
-    status = 503
-    code = "upstream_restarted"
-    retry_after_s = 1.0
-
-
-class EngineOwned(UpstreamError):
-    """Another proxy manages this engine's pools. ``owner``: who; ``left_s``: how long its lease still runs."""
-
-    status = 503
-    code = "engine_owned"
-    retry_after_s = 5.0
-
-    def __init__(self, message: str, *, owner: str, left_s: float | None):
-        super().__init__(message, owner=owner)
-        self.left_s = left_s
-
-
-class ConnectFailed(UpstreamUnavailable):
-    """No connection came about: the request certainly did not reach the engine."""
-
 
 # The first row that fits decides, so special ones come first.
 _TABLE: tuple[tuple[type[BaseException], type[UpstreamError], str], ...] = (

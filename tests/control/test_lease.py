@@ -7,7 +7,7 @@ import pytest
 
 from polykv_proxy.config import load_settings
 from polykv_proxy.control import AttachRequest, Control
-from polykv_proxy.upstream import EngineOwned
+from polykv_proxy.errors import EngineOwned
 from tests.control.conftest import eventually, planes
 from tests.fake_engine import FakeEngine
 

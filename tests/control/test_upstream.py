@@ -10,8 +10,8 @@ import pytest
 from aiohttp.client_reqrep import ConnectionKey
 
 from polykv_proxy import errors
-from polykv_proxy.upstream import EngineClient, SequenceGone, forwardable, map_client_error
-from polykv_proxy.upstream.errors import ConnectFailed, map_hook_answer
+from polykv_proxy.upstream import EngineClient, forwardable, map_client_error
+from polykv_proxy.upstream.errors import map_hook_answer
 from polykv_proxy.upstream.headers import returnable
 from tests.fake_engine import FakeEngine, delay, drop, reply
 
@@ -38,17 +38,17 @@ EXPECTED = {
     "ClientConnectionError": AWAY,
     "ClientConnectionResetError": AWAY,
     "ClientOSError": AWAY,
-    "ClientConnectorError": ConnectFailed,
-    "ClientConnectorDNSError": ConnectFailed,
-    "ClientProxyConnectionError": ConnectFailed,
-    "UnixClientConnectorError": ConnectFailed,
+    "ClientConnectorError": errors.ConnectFailed,
+    "ClientConnectorDNSError": errors.ConnectFailed,
+    "ClientProxyConnectionError": errors.ConnectFailed,
+    "UnixClientConnectorError": errors.ConnectFailed,
     "ClientSSLError": BAD,
     "ClientConnectorSSLError": BAD,
     "ClientConnectorCertificateError": BAD,
     "ServerConnectionError": AWAY,
     "ServerDisconnectedError": AWAY,
     "ServerTimeoutError": SLOW,
-    "ConnectionTimeoutError": ConnectFailed,
+    "ConnectionTimeoutError": errors.ConnectFailed,
     "SocketTimeoutError": SLOW,
     "ServerFingerprintMismatch": BAD,
     "ClientPayloadError": AWAY,
@@ -115,7 +115,7 @@ def test_other_foreign_exceptions_are_mapped(exc, ours):
         (404, {"message": "File Not Found"}, errors.EngineUnpatched),
         (409, {"type": "polykv_error", "divergence_pos": 3}, errors.PrefixMismatch),
         (409, {"type": "polykv_error"}, errors.EngineRefused),
-        (410, {"type": "polykv_error"}, SequenceGone),
+        (410, {"type": "polykv_error"}, errors.SequenceGone),
         (500, {"message": "boom"}, errors.EngineRefused),
         (501, {"type": "polykv_error", "message": "swa"}, errors.SharingUnsupported),
         (503, {"type": "polykv_error"}, errors.SeqIdsExhausted),
@@ -144,7 +144,7 @@ async def test_hooks_round_trip(client, engine):
     listed = await client.list_pools()
     assert {p.tag: p.n_tokens for p in listed.pools if p.state == "ready"} == {"a": 11, "b": 11}
     assert (await client.free(made.seq)).seq == made.seq
-    with pytest.raises(SequenceGone):
+    with pytest.raises(errors.SequenceGone):
         await client.free(made.seq)
     stats = await client.stats()
     assert (stats.epoch, stats.cells.used, stats.n_slots) == (engine.epoch, 11, 4)
@@ -187,7 +187,7 @@ async def test_a_refused_connection_is_tried_once_more(client, engine):
     response.close()
     await back
     await engine.kill()
-    with pytest.raises(ConnectFailed):
+    with pytest.raises(errors.ConnectFailed):
         await client.open("POST", "/completion", [], b'{"prompt":"x"}')
 
 
