@@ -65,6 +65,12 @@ def in_headers(headers: Mapping[str, str]) -> bool:
     return "x-pool-id" in headers or "x-session-id" in headers or "x-polykv-overcommit" in headers
 
 
+def session_in(body: Mapping[str, Any], headers: Mapping[str, str]) -> SessionId | None:
+    """The session that a request names which is refused, if it names one that could be."""
+    names = (body.get("session_id"), headers.get("x-session-id"))
+    return next((SessionId(str(name)) for name in names if can_be_session_id(name)), None)
+
+
 def can_be_session_id(value: Any) -> bool:
     return isinstance(value, str) and 0 < len(value) <= MAX_SESSION_ID and value.isprintable()
 

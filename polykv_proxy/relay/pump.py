@@ -20,6 +20,7 @@ from polykv_proxy.upstream import UpstreamResponse
 
 _SANE_ID = re.compile(r"[A-Za-z0-9._:+/=-]{1,128}")
 _BEGUN = web.RequestKey("polykv_begun", bool)
+_SAID = web.RequestKey("polykv_said", dict[str, str])
 BODY_IDLE_S = 30.0
 STALL_S = 60.0
 _READ_AT_ONCE = 1 << 20
@@ -187,9 +188,14 @@ async def cut(
     return response
 
 
+def say_if_refused(request: web.Request, headers: Iterable[tuple[str, str]]) -> None:
+    """What an error reply of ours to this request would carry besides; the last word counts."""
+    request[_SAID] = dict(headers)
+
+
 def refuse(request: web.Request, error: PolyKVError, dialect: Dialect | None, request_id: str) -> web.Response:
     """An error reply of our own."""
-    headers = {"x-request-id": request_id, **refusal_headers(error)}
+    headers = {"x-request-id": request_id, **request.get(_SAID, {}), **refusal_headers(error)}
     response = web.Response(
         status=error.status,
         body=orjson.dumps(refusal(error, dialect)),

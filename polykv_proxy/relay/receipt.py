@@ -13,6 +13,12 @@ from polykv_proxy.relay.fields import header_safe
 from polykv_proxy.sessions import Usage
 
 
+def unread_headers(session_id: SessionId | None) -> list[tuple[str, str]]:
+    """Headers of the reply to a request that was refused before it was understood, though it carried a field."""
+    nothing = [("x-cached-prefix-tokens", "0")]
+    return nothing if session_id is None else [("x-session-id", header_safe(session_id)), *nothing]
+
+
 @dataclass(slots=True)
 class Receipt:
     """Filled in while a request goes its way."""

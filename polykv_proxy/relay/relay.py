@@ -13,12 +13,21 @@ from contextlib import contextmanager
 from aiohttp import web
 
 from polykv_proxy.control import Control
-from polykv_proxy.errors import Draining, InvariantError, PolyKVError, RequestError, UpstreamError
+from polykv_proxy.errors import Draining, InvariantError, PolyKVError, PoolNotFound, RequestError, UpstreamError
 from polykv_proxy.ids import SlotId
 from polykv_proxy.relay.desk import SlotDesk
 from polykv_proxy.relay.dialects import ATTACHABLE, TAKES_A_SLOT, Call, Dialect, may_carry_fields, parse_json, read_call
-from polykv_proxy.relay.fields import OWN_HEADERS, in_headers
-from polykv_proxy.relay.pump import has_begun, pump_plain, raw_headers_of, read_body, refuse, relayed_body
+from polykv_proxy.relay.fields import BODY_FIELDS, OWN_HEADERS, Fields, in_headers, read_fields, session_in
+from polykv_proxy.relay.pump import (
+    has_begun,
+    pump_plain,
+    raw_headers_of,
+    read_body,
+    refuse,
+    relayed_body,
+    say_if_refused,
+)
+from polykv_proxy.relay.receipt import unread_headers
 from polykv_proxy.relay.turn import TurnRelay
 from polykv_proxy.upstream.client import Body
 
@@ -101,11 +110,16 @@ class Relay:
 
     async def _serve(self, request: web.Request, target: str, path: str, request_id: str) -> web.StreamResponse:
         takes_a_slot = request.method == "POST" and path in TAKES_A_SLOT
+        by_header = takes_a_slot and path in ATTACHABLE and in_headers(request.headers)
+        if by_header:
+            say_if_refused(request, unread_headers(session_in({}, request.headers)))
         if takes_a_slot and self.draining:
             raise Draining("the proxy is shutting down")
         if not takes_a_slot:
             return await self._plain(request, target, path, request_id, await relayed_body(request))
         if path not in ATTACHABLE or request.headers.get("Content-Encoding"):
+            if by_header:
+                self._check_strict(read_fields({}, request.headers))
             with self._floating():
                 return await self._plain(request, target, path, request_id, await relayed_body(request))
         raw = await read_body(request, self.control.settings.max_body_bytes)
@@ -113,6 +127,7 @@ class Relay:
         if call is None:
             with self._floating():
                 return await self._plain(request, target, path, request_id, raw)
+        self._check_strict(call.fields)
         turn = TurnRelay(self.control, self.desk, self.clock, request=request, target=target, call=call)
         if call.n_finals == 1:
             return await turn.run(request_id, look_first=self.n_floating > 0)
@@ -128,10 +143,17 @@ class Relay:
         body = parse_json(raw)
         if not isinstance(body, dict):
             return None
+        if not body.keys().isdisjoint(BODY_FIELDS):
+            say_if_refused(request, unread_headers(session_in(body, request.headers)))
         call = read_call(
             path, raw, body, request.headers, rewrite_tool_choice=self.control.settings.rewrite_tool_choice
         )
         return call if automatic or call.explicit else None
+
+    def _check_strict(self, fields: Fields) -> None:
+        """Before anything else that could make it unpooled. Raises PoolNotFound (404)."""
+        if fields.strict and fields.pool is not None and self.control.tree.find(fields.pool) is None:
+            raise PoolNotFound(f"no pool {str(fields.pool)[:64]!r}", param="pool_id")
 
     async def _plain(
         self, request: web.Request, target: str, path: str, request_id: str, body: Body

@@ -10,6 +10,7 @@ A client may leave at any point: the handler is cancelled, and leaving each stag
 ``finally`` blocks is the order in which things were taken, backwards.
 """
 
+import asyncio
 import logging
 from collections.abc import Callable
 
@@ -18,17 +19,17 @@ from aiohttp import web
 
 from polykv_proxy.control import AttachPlan, AttachRequest, Control, Outcome
 from polykv_proxy.conversation import Conversation
-from polykv_proxy.errors import UpstreamError
+from polykv_proxy.errors import PolyKVError, UpstreamError
 from polykv_proxy.ids import SlotId
 from polykv_proxy.relay.desk import SlotDesk
 from polykv_proxy.relay.dialects import Call, Dialect, conversation_of, named_session
 from polykv_proxy.relay.fields import OWN_HEADERS, can_be_session_id
 from polykv_proxy.relay.json_bytes import append_to_object
-from polykv_proxy.relay.pump import begin, cut, is_sse, pump_plain, raw_headers_of, send
+from polykv_proxy.relay.pump import begin, cut, is_sse, pump_plain, raw_headers_of, say_if_refused, send
 from polykv_proxy.relay.receipt import Receipt
 from polykv_proxy.relay.rewrite import rewrite
 from polykv_proxy.relay.sse import SseReader
-from polykv_proxy.relay.usage import add_whole
+from polykv_proxy.relay.usage import add_whole, rate_in
 from polykv_proxy.sessions import Session, SessionBook, Usage
 from polykv_proxy.slots import Grant
 from polykv_proxy.upstream import UpstreamResponse
@@ -40,6 +41,9 @@ STALE_MS = 50
 
 MAX_WHOLE_REPLY = 64 << 20
 """A longer reply in one piece is passed on without our object rather than kept."""
+
+ASK_RATE_S = 0.1
+"""So long may the engine take to say at which rate it made a reply that does not say it."""
 
 
 class TurnRelay:
@@ -63,11 +67,13 @@ class TurnRelay:
         self._complete = self._failed = False
         self._sent = False
         self._status: int | None = None
+        self._slot_id: SlotId | None = None
 
     async def run(self, request_id: str, *, look_first: bool) -> web.StreamResponse:
         call, now_s = self._call, self._clock()
         said = conversation_of(call)
         session = self._who(said, now_s)
+        unheard_of = not session.named and not session.n_turns
         self._receipt = Receipt(session.session_id, ctx_total=self._control.ctx_total)
         self._turn = self._books.begin(session, now_s)
         usage = Usage()
@@ -78,10 +84,16 @@ class TurnRelay:
                 return await self._send(request_id, grant, usage)
             finally:
                 self._give_back(grant)
+        except PolyKVError:
+            if self._touched:
+                say_if_refused(self._request, self._receipt.headers(session.tps))
+            raise
         finally:
             self._settle(usage)
             answered = said if self._complete and self._status == 200 and not self._failed else None
             self._books.end(self._turn, usage, self._clock(), said=answered)
+            if unheard_of and self._status != 200 and self._books.get(session.session_id) is session:
+                self._control.drop_session(session.session_id)  # it was told nothing that it could come back to
 
     # Before the engine has it --------------------------------------------------------------------------------------
 
@@ -121,7 +133,8 @@ class TurnRelay:
         if not self._control.hooks or not n_slots:
             return None
         if call.own_slot is not None:
-            self._desk.occupy(SlotId(call.own_slot % n_slots))
+            self._slot_id = SlotId(call.own_slot % n_slots)
+            self._desk.occupy(self._slot_id)
             return None
         n = call.n_finals if call.n_choices <= n_slots else 1  # more choices than slots: the engine refuses it
         waited_s = self._clock()
@@ -141,13 +154,15 @@ class TurnRelay:
         unsure = self._sent and not self._complete
         if grant is not None:
             self._desk.release(grant, unsure=unsure)
-        elif self._call.own_slot is not None and self._desk.book.n_slots and self._control.hooks:
-            self._desk.vacate(SlotId(self._call.own_slot % self._desk.book.n_slots), unsure=unsure)
+        elif self._slot_id is not None:
+            self._desk.vacate(self._slot_id, unsure=unsure)
 
     # The engine has it ---------------------------------------------------------------------------------------------
 
     async def _send(self, request_id: str, grant: Grant | None, usage: Usage) -> web.StreamResponse:
         slot_id = grant.slots[0] if grant is not None else None
+        if grant is not None:
+            self._slot_id = slot_id
         body = rewrite(self._call, self._plan, slot_id)
         self._turn.sent(self._clock(), slot_id)
         self._sent = True
@@ -220,6 +235,8 @@ class TurnRelay:
         body = b"".join(pieces)
         try:
             add_whole(usage, orjson.loads(body))
+            if usage.tps is None:
+                await self._ask_rate(usage)
             body = append_to_object(body, self._object(usage))
         except (orjson.JSONDecodeError, ValueError):
             log.warning("the engine's reply to %s is not JSON; passed on as it is", self._call.path)
@@ -289,6 +306,19 @@ class TurnRelay:
         took_s = self._clock() - self._turn.first_s
         if usage.predicted_n is not None and usage.predicted_n > 1 and took_s > 0:
             usage.tps = (usage.predicted_n - 1) / took_s
+
+    async def _ask_rate(self, usage: Usage) -> None:
+        """Messages and Responses in one piece say nothing about time. The stats do, while the slot is kept for us."""
+        if self._slot_id is None or not self._control.hooks:
+            return
+        try:
+            async with asyncio.timeout(ASK_RATE_S):
+                stats = await self._control.refresh()
+        except (TimeoutError, UpstreamError) as e:
+            log.debug("no rate from the engine: %s", type(e).__name__)
+            return
+        if stats is not None:
+            usage.tps = rate_in(stats, self._slot_id, usage)
 
     def _settle(self, usage: Usage) -> None:
         if self._plan is None or self._settled:

@@ -6,7 +6,9 @@ engine leaves ``pool_n`` out of ``timings`` when nothing is shared.
 
 from typing import Any
 
+from polykv_proxy.ids import SlotId
 from polykv_proxy.sessions import Usage
+from polykv_proxy.upstream import Stats
 
 
 def add_timings(usage: Usage, timings: Any) -> None:
@@ -55,6 +57,20 @@ def add_whole(usage: Usage, reply: Any) -> None:
         add_anthropic(usage, reply.get("usage"))
     else:
         add_openai(usage, reply.get("usage"))
+
+
+def rate_in(stats: Stats, slot_id: SlotId, usage: Usage) -> float | None:
+    """The rate of the reply that just came out of a slot, which is still kept for it; None when that is not certain."""
+    slot = next((s for s in stats.slots if s.id == slot_id), None)
+    if slot is None or not slot.tps_ewma or usage.predicted_n is None or usage.predicted_n < 2:
+        return None
+    n_prompt = (usage.cache_n or 0) + (usage.prompt_n or 0)
+    if not slot.idle:  # the engine answers a moment before it closes the task
+        return slot.tps_ewma if slot.n_prompt == n_prompt else None
+    done = next((task for task in reversed(stats.finished) if task.id_slot == slot_id), None)
+    if done is None or (done.n_prompt, done.n_decoded) != (n_prompt, usage.predicted_n):
+        return None
+    return slot.tps_ewma
 
 
 def _count(value: Any, otherwise: int | None) -> int | None:
