@@ -52,7 +52,7 @@ class Shared:
 
 @dataclass(frozen=True)
 class Scenario:
-    """``twins``: a freed ancestor can leave its holes in more than one place; the largest divergence is the measure."""
+    """``twins``: where a pool may lie in more than one place, one each; the largest divergence is the measure."""
 
     name: str
     pooled: Callable[[Engine, Texts], Shared]
@@ -94,6 +94,13 @@ def _branch(engine: Engine, texts: Texts) -> Shared:
 
 def _stock_branch(engine: Engine, texts: Texts) -> None:
     engine.warm(texts.trunk, WARM_SLOT)
+    engine.warm(texts.trunk[:BRANCH_POS] + texts.own, WARM_SLOT)
+
+
+def _stock_parted_branch(engine: Engine, texts: Texts) -> None:
+    """The two halves of the prefix apart, as they are when the parent keeps what lies between them."""
+    engine.warm(texts.trunk[:BRANCH_POS], WARM_SLOT)
+    engine.warm(texts.trunk[BRANCH_POS:], SOURCE_SLOT)
     engine.warm(texts.trunk[:BRANCH_POS] + texts.own, WARM_SLOT)
 
 
@@ -140,9 +147,7 @@ def _parent_freed(engine: Engine, texts: Texts) -> Shared:
 
 def _stock_aged_branch(engine: Engine, texts: Texts) -> None:
     """The same cells in the same places: what was between the two halves of the prefix belongs to somebody else now."""
-    engine.warm(texts.trunk[:BRANCH_POS], WARM_SLOT)
-    engine.warm(texts.trunk[BRANCH_POS:], SOURCE_SLOT)
-    engine.warm(texts.trunk[:BRANCH_POS] + texts.own, WARM_SLOT)
+    _stock_parted_branch(engine, texts)
     engine.erase(SOURCE_SLOT)
     engine.warm(texts.second, SOURCE_SLOT)
 
@@ -186,7 +191,7 @@ SCENARIOS = (
     Scenario("root", _root, (_stock_root,)),
     Scenario("prompt-leaves-pool", _diverging, (_stock_root,)),
     Scenario("limit-below-pool", _limited, (_stock_limited,)),
-    Scenario("branch", _branch, (_stock_branch,)),
+    Scenario("branch", _branch, (_stock_branch, _stock_parted_branch)),
     Scenario("extend", _extend, (_stock_extend,)),
     Scenario("snapshot", _snapshot, (_stock_extend,)),
     Scenario("snapshot-of-attached", _attached_snapshot, (_stock_extend,)),

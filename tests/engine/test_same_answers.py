@@ -7,7 +7,6 @@ the same prompt in the same run (see `divergence.FLOOR_NATS` for what happens ne
 """
 
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -36,19 +35,11 @@ class Pair:
     stock: Engine
 
 
-@pytest.fixture(scope="module", params=["dense", "sliding", "hybrid"])
-def pair(request: pytest.FixtureRequest, launch_shared: Launcher) -> Pair:
+@pytest.fixture(params=["dense", "sliding", "hybrid"])
+def pair(request: pytest.FixtureRequest, launch: Launcher) -> Pair:
+    """Fresh servers for every scenario: where cells lie must not depend on what ran before."""
     model: str = request.param
-    return Pair(model, launch_shared.pooled(model, KEEP_IDLE), launch_shared.stock(model, KEEP_IDLE))
-
-
-@pytest.fixture
-def clean(pair: Pair) -> Iterator[Pair]:
-    """No pools and empty slots before and after."""
-    yield pair
-    pair.patched.free_all()
-    empty_slots(pair.patched)
-    assert pair.patched.cells_used() == 0
+    return Pair(model, launch.pooled(model, KEEP_IDLE), launch.stock(model, KEEP_IDLE))
 
 
 def empty_slots(engine: Engine) -> None:
@@ -57,16 +48,16 @@ def empty_slots(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
-def test_pooled_answer_is_the_answer_of_a_full_prefill(clean: Pair, scenario: Scenario, noise: Noise) -> None:
-    engine, stock = clean.patched, clean.stock
+def test_pooled_answer_is_the_answer_of_a_full_prefill(pair: Pair, scenario: Scenario, noise: Noise) -> None:
+    engine, stock = pair.patched, pair.stock
     texts = Texts.draw(noise, seed=1)
     forced = noise(7, N_POSITIONS)
     shared = scenario.pooled(engine, texts)
 
-    greedy = ask_pool(clean, shared)
+    greedy = ask_pool(pair, shared)
     assert greedy.tokens == engine.full(shared.prompt, slot=FULL_SLOT).tokens
 
-    pooled = ask_pool(clean, shared, forced=forced)
+    pooled = ask_pool(pair, shared, forced=forced)
     full = engine.full(shared.prompt, slot=FULL_SLOT, forced=forced)
     assert pooled.tokens == full.tokens == forced
 
@@ -96,9 +87,9 @@ CHAT_SCENARIOS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def chat_pair(launch_shared: Launcher) -> Pair:
-    return Pair("chat", launch_shared.pooled("chat", KEEP_IDLE), launch_shared.stock("chat", KEEP_IDLE))
+@pytest.fixture
+def chat_pair(launch: Launcher) -> Pair:
+    return Pair("chat", launch.pooled("chat", KEEP_IDLE), launch.stock("chat", KEEP_IDLE))
 
 
 @pytest.mark.parametrize("scenario", CHAT_SCENARIOS)
@@ -114,8 +105,6 @@ def test_chat_model_is_as_near_to_a_full_prefill_as_stock_is(chat_pair: Pair, sc
     allowed = bound(stock_divergence(stock, scenario, texts, shared, forced))
     print(f"divergence {measured:.2e} nats, allowed {allowed:.2e}")
     assert measured <= allowed
-    engine.free_all()
-    empty_slots(engine)
 
 
 def english(engine: Engine, seed: int, n_tokens: int) -> list[int]:
@@ -137,9 +126,9 @@ WHEN = ("before sunrise", "on Friday", "after the storm", "in early spring", "wi
 HOW = ("broken", "too heavy", "almost finished", "very old", "covered with snow", "worth a fortune", "locked")
 
 
-def test_every_part_of_the_prefix_changes_the_answer(clean: Pair, noise: Noise) -> None:
+def test_every_part_of_the_prefix_changes_the_answer(pair: Pair, noise: Noise) -> None:
     """What makes the comparison above mean something: one wrong token anywhere is a thousand times its bound."""
-    engine = clean.patched
+    engine = pair.patched
     texts = Texts.draw(noise, seed=1)
     forced = noise(7, N_POSITIONS)
     right = engine.full(texts.trunk + texts.turn, forced=forced)
