@@ -1,11 +1,11 @@
 """What the proxy costs: added latency of small requests, and tokens per second of many streams, against a fake engine.
 
-    python -m benchmarks.relay_overhead [--rounds 400] [--streams 32] [--json]
+    python -m benchmarks.relay_overhead [--rounds 1500] [--streams 32] [--repeat 3] [--json] [--assert]
 
 Four processes: a fake engine that answers a fixed reply (streams: one event per 10 ms), a bare aiohttp relay of a few
 lines, the proxy, and this client. Direct, bare and proxied requests are interleaved, so that all see the same machine.
-Exit 1 when a small request that attaches to nothing costs more than 1.5 times (median) what the bare relay adds, or 32
-streams get less than 95 % of the direct path's tokens per second.
+With --assert, exit 1 when a small request that attaches to nothing costs more than 1.5 times (median) what the bare
+relay adds, or 32 streams get less than 95 % of the direct path's tokens per second (median of the repetitions).
 """
 
 import argparse
@@ -16,7 +16,8 @@ import multiprocessing
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -29,6 +30,7 @@ PATIENT = aiohttp.ClientTimeout(total=None)
 EVENT = b'data: {"choices":[{"finish_reason":null,"index":0,"delta":{"content":" word"}}],"created":1,"id":"x"}\n\n'
 NOT_RELAYED = frozenset({"host", "connection", "keep-alive", "transfer-encoding", "content-length"})
 N_EVENTS, EVENT_S = 300, 0.01
+MAX_ADDED_RATIO, MIN_STREAM_RATIO = 1.5, 0.95
 TIMINGS = {"cache_n": 1, "prompt_n": 9, "predicted_n": 3, "predicted_per_second": 50.0}
 REPLY = json.dumps({"choices": [{"finish_reason": "stop"}], "usage": {}, "timings": TIMINGS}).encode()
 
@@ -100,28 +102,47 @@ def bare_app(upstream: str) -> web.Application:
 SESSION = web.AppKey("session", aiohttp.ClientSession)
 
 
-def proxy_app(upstream: str) -> web.Application:
-    from polykv_proxy.app import make_app
+Serving = AbstractAsyncContextManager[str]
+
+
+@contextlib.asynccontextmanager
+async def plain(make: Callable[[str], web.Application], arg: str) -> AsyncIterator[str]:
+    runner = web.AppRunner(make(arg), handler_cancellation=True, access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    await runner.cleanup()
+
+
+def engine(n_slots: str) -> Serving:
+    return plain(engine_app, n_slots)
+
+
+def bare(upstream: str) -> Serving:
+    return plain(bare_app, upstream)
+
+
+@contextlib.asynccontextmanager
+async def proxy(upstream: str) -> AsyncIterator[str]:
+    from polykv_proxy.app import serving
     from polykv_proxy.config import load_settings
 
-    return make_app(load_settings(upstream_url=upstream, state=":memory:"))
+    async with serving(load_settings(upstream_url=upstream, state=":memory:", port=0)) as (url, _app):
+        yield url
 
 
-def serve(make: Callable[..., web.Application], args: tuple[str, ...], pipe: Connection) -> None:
+def serve(make: Callable[[str], Serving], arg: str, pipe: Connection) -> None:
     async def main() -> None:
-        app = make(*args)
-        runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        pipe.send(f"http://127.0.0.1:{runner.addresses[0][1]}")
-        await asyncio.Event().wait()
+        async with make(arg) as url:
+            pipe.send(url)
+            await asyncio.Event().wait()
 
     uvloop.run(main())
 
 
-def start(make: Callable[..., web.Application], *args: str) -> tuple[multiprocessing.Process, str]:
+def start(make: Callable[[str], Serving], arg: str) -> tuple[multiprocessing.Process, str]:
     here, there = multiprocessing.Pipe()
-    process = multiprocessing.Process(target=serve, args=(make, args, there), daemon=True)
+    process = multiprocessing.Process(target=serve, args=(make, arg, there), daemon=True)
     process.start()
     if not here.poll(30):
         raise TimeoutError(f"{make.__name__} did not start")
@@ -133,13 +154,13 @@ def lines(n_slots: str) -> Iterator[dict[str, str]]:
     """The three ways to an engine with so many slots."""
     processes = []
     try:
-        engine, engine_url = start(engine_app, n_slots)
-        processes.append(engine)
-        bare, bare_url = start(bare_app, engine_url)
-        processes.append(bare)
-        proxy, proxy_url = start(proxy_app, engine_url)
-        processes.append(proxy)
-        yield {"direct": engine_url, "bare": bare_url, "proxy": proxy_url}
+        process, engine_url = start(engine, n_slots)
+        processes.append(process)
+        urls = {"direct": engine_url}
+        for name, make in (("bare", bare), ("proxy", proxy)):
+            process, urls[name] = start(make, engine_url)
+            processes.append(process)
+        yield urls
     finally:
         for process in reversed(processes):
             process.terminate()
@@ -174,31 +195,41 @@ async def measure_streams(url: str, n_streams: int) -> float:
         return n / (time.perf_counter() - began)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=400)
-    parser.add_argument("--streams", type=int, default=32)
-    parser.add_argument("--json", action="store_true")
-    asked = parser.parse_args()
+def measure(rounds: int, n_streams: int) -> dict[str, Any]:
     with lines("4") as urls:  # as many slots as `polykvctl up` starts
-        took = uvloop.run(measure_small(urls, asked.rounds))
-    with lines(str(asked.streams)) as urls:
-        streams = {name: uvloop.run(measure_streams(url, asked.streams)) for name, url in urls.items()}
+        took = uvloop.run(measure_small(urls, rounds))
+    with lines(str(n_streams)) as urls:
+        streams = {name: uvloop.run(measure_streams(url, n_streams)) for name, url in urls.items()}
     median = {name: statistics.median(times) for name, times in took.items()}
     added = {name: median[name] - median["direct"] for name in ("bare", "proxy")}
-    result = {
+    return {
         "median_ms": {k: round(v, 3) for k, v in median.items()},
         "added_ms": {k: round(v, 3) for k, v in added.items()},
         "added_ratio": round(added["proxy"] / added["bare"], 2),
         "tokens_per_s": {k: round(v, 1) for k, v in streams.items()},
         "stream_ratio": round(streams["proxy"] / streams["direct"], 3),
     }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=1500)
+    parser.add_argument("--streams", type=int, default=32)
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--assert", action="store_true", dest="check")
+    asked = parser.parse_args()
+    runs = [measure(asked.rounds, asked.streams) for _ in range(asked.repeat)]
+    added = statistics.median(run["added_ratio"] for run in runs)
+    streams = statistics.median(run["stream_ratio"] for run in runs)
     if asked.json:
-        print(json.dumps(result))
+        print(json.dumps({"added_ratio": added, "stream_ratio": streams, "runs": runs}))
     else:
-        for key, value in result.items():
-            print(f"{key:14} {value}")
-    return 0 if result["added_ratio"] <= 1.5 and result["stream_ratio"] >= 0.95 else 1
+        for run in runs:
+            print("  ".join(f"{key} {value}" for key, value in run.items()))
+        print(f"a small request: {added:.2f} x what a bare relay adds (at most {MAX_ADDED_RATIO})")
+        print(f"{asked.streams} streams: {streams:.3f} of the direct tokens/s (at least {MIN_STREAM_RATIO})")
+    return int(asked.check and (added > MAX_ADDED_RATIO or streams < MIN_STREAM_RATIO))
 
 
 if __name__ == "__main__":

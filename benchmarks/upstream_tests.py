@@ -22,6 +22,7 @@ from pathlib import Path
 from benchmarks import upstream_server
 from polykv_proxy.engine.source import pinned_tree
 from tests.engine.binaries import binary_path, chat_model_path
+from tests.engine.harness import free_port
 
 FILES = ("test_basic", "test_completion", "test_chat_completion", "test_slot_save", "test_ctx_shift")
 ARMS = ("stock", "patched", "proxy")
@@ -71,7 +72,7 @@ def run_arm(arm: str, tests: Path, files: list[str]) -> dict[str, str]:
         "UPSTREAM_TESTS_BINARY": str(binary_path("stock" if arm == "stock" else "patched")),
         "UPSTREAM_TESTS_MODEL": str(chat_model_path()),
         "PYTHONPATH": os.pathsep.join([str(tests), str(root)]),
-        "PORT": str(upstream_server.free_port()),
+        "PORT": str(free_port()),
         "PYTHONWARNINGS": "ignore",
     }
     command = [

@@ -1,14 +1,15 @@
 """The aiohttp application: the control plane's routes, and llama-server behind everything else.
 
-One middleware stands in front of the router and looks at the request target as it came: what is not the proxy's own is
-relayed whatever the router thinks of it, and what could only become ours by another spelling is a 404.
+A front stands before the router and looks at the request target as it came: what is not the proxy's own is relayed
+whatever the router thinks of it, and what could only become ours by another spelling is a 404. It is a middleware, and
+the runner has a shorter way in for what is llama-server's.
 """
 
 import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 
 from aiohttp import web
 
@@ -16,9 +17,9 @@ from polykv_proxy import routes
 from polykv_proxy.config import Settings
 from polykv_proxy.control import Control
 from polykv_proxy.errors import InvariantError, MethodNotAllowed, PolyKVError, RouteNotFound
-from polykv_proxy.relay.connection import AppRunner
+from polykv_proxy.relay.connection import AppRunner, Handler, ShortWay
 from polykv_proxy.relay.doors import Door, door_of, shows_prompts, target_of
-from polykv_proxy.relay.pump import check_framing, only_their_headers, refuse, request_id_of
+from polykv_proxy.relay.pump import check_framing, refuse, request_id_of
 from polykv_proxy.relay.relay import Relay
 from polykv_proxy.routes.guard import Guard
 
@@ -26,11 +27,10 @@ log = logging.getLogger("polykv.app")
 
 CONTROL = web.AppKey("control", Control)
 RELAY = web.AppKey("relay", Relay)
+SHORT_WAY: web.AppKey[ShortWay] = web.AppKey("short_way")
 
 DRAIN_S = 60.0
 """So long may running turns go on after SIGTERM."""
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def make_app(settings: Settings) -> web.Application:
@@ -39,10 +39,7 @@ def make_app(settings: Settings) -> web.Application:
     relay = Relay(control)
     guard = Guard(settings)
 
-    @web.middleware
-    async def front(request: web.Request, handler: Handler) -> web.StreamResponse:
-        target = target_of(request.raw_path)
-        door = door_of(target)
+    async def serve_target(request: web.Request, target: str, door: Door, handler: Handler) -> web.StreamResponse:
         request_id = request_id_of(request)
         try:
             check_framing(request)
@@ -66,9 +63,20 @@ def make_app(settings: Settings) -> web.Application:
             response.headers.setdefault("x-request-id", request_id)
         return response
 
+    @web.middleware
+    async def front(request: web.Request, handler: Handler) -> web.StreamResponse:
+        target = target_of(request.raw_path)
+        return await serve_target(request, target, door_of(target), handler)
+
+    async def short_way(request: web.Request, routed: Handler) -> web.StreamResponse:
+        target = target_of(request.raw_path)
+        door = door_of(target)
+        if door is Door.ENGINE and "Expect" not in request.headers:
+            return await serve_target(request, target, door, _never_reached)
+        return await routed(request)
+
     app = web.Application(middlewares=[front], client_max_size=settings.max_body_bytes)
-    app[CONTROL], app[RELAY] = control, relay
-    app.on_response_prepare.append(only_their_headers)
+    app[CONTROL], app[RELAY], app[SHORT_WAY] = control, relay, short_way
     app.cleanup_ctx.append(_running)
     routes.add_routes(app, control)
     app.router.add_route("*", "/{engine:(?!polykv(?:/|$)).*}", _never_reached)
@@ -93,7 +101,7 @@ async def _running(app: web.Application) -> AsyncIterator[None]:
 async def serving(settings: Settings) -> AsyncIterator[tuple[str, web.Application]]:
     """The proxy on ``settings.host:port`` (0 = a free one) for as long as the block runs. Gives its URL."""
     app = make_app(settings)
-    runner = AppRunner(app)
+    runner = AppRunner(app, app[SHORT_WAY])
     await runner.setup()
     try:
         await web.TCPSite(runner, settings.host, settings.port, reuse_address=True, backlog=1024).start()

@@ -193,6 +193,10 @@ class UpstreamTimeout(UpstreamError):
     code = "upstream_timeout"
 
 
+class EngineHung(UpstreamTimeout):
+    """It listens, and gets nowhere with what was ordered."""
+
+
 class UpstreamRestarted(UpstreamError):
     status = 503
     code = "upstream_restarted"

@@ -8,7 +8,7 @@ Soft state by design: a session that is forgotten attaches again and prefills it
 """
 
 import secrets
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
@@ -97,6 +97,10 @@ class SessionBook:
     _sessions: dict[SessionId, Session] = field(default_factory=dict)
     _marks: dict[Mark, list[SessionId]] = field(default_factory=lambda: defaultdict(list))
     _text_lengths: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    # Those without a turn, the longest idle first: a sweep looks at nobody whose time has not come.
+    _idle_named: OrderedDict[SessionId, Session] = field(default_factory=OrderedDict)
+    _idle_anonymous: OrderedDict[SessionId, Session] = field(default_factory=OrderedDict)
+    _idle_closed: OrderedDict[SessionId, Session] = field(default_factory=OrderedDict)
     _n_turns: int = 0
     _n_made: int = 0
 
@@ -119,7 +123,11 @@ class SessionBook:
         if session is None:
             session = Session(session_id, True, now_s, now_s, parent=parent)
             self._sessions[session_id] = session
-        session.closed = False
+            self._park(session)
+        elif session.closed:
+            self._unpark(session)
+            session.closed = False
+            self._park(session)
         return session
 
     def recognise(self, conversation: Conversation | None, now_s: float) -> Session | None:
@@ -144,9 +152,12 @@ class SessionBook:
         self._n_made += 1
         session = Session(SessionId(f"anon-{self.run}-{self._n_made}"), False, now_s, now_s)
         self._sessions[session.session_id] = session
+        self._park(session)
         return session
 
     def begin(self, session: Session, now_s: float) -> Turn:
+        if not session.turns:
+            self._unpark(session)
         self._n_turns += 1
         turn = Turn(self._n_turns, session, now_s)
         session.turns[turn.turn_id] = turn
@@ -166,8 +177,12 @@ class SessionBook:
         if usage.tps is not None:
             session.tps = usage.tps
         session.n_decoded += usage.predicted_n or 0
+        if self._sessions.get(session.session_id) is not session:
+            return  # dropped meanwhile
+        if not session.turns:
+            self._park(session)
         mark = said.mark() if said is not None and not session.named else None
-        if mark is not None and said is not None and self._sessions.get(session.session_id) is session:
+        if mark is not None:
             session.mark = mark
             self._marks[mark].append(session.session_id)
             if mark.is_text:
@@ -203,26 +218,43 @@ class SessionBook:
         """DELETE: nothing is known of it any more. A running turn ends by itself."""
         session = self._sessions.pop(session_id, None)
         if session is not None:
+            self._unpark(session)
             self._forget_mark(session)
         return session
 
     def sweep(self, now_s: float) -> list[SessionId]:
         """Close the books of those that were idle too long; forget the oldest names. Returns who was closed now."""
         closed = []
-        for session in list(self._sessions.values()):
-            if session.turns:
-                continue
-            if not session.closed and not self.is_open(session, now_s):
+        for idle, idle_s in ((self._idle_named, self.idle_s), (self._idle_anonymous, self.anonymous_idle_s)):
+            for session in _due(idle, now_s - idle_s):
                 closed.append(session.session_id)
-                self._forget_mark(session)
-                session.closed, session.slot_id, session.pool_id = True, None, None
-                session.ctx_used = session.tps = session.ttft_ms = None
-            if session.closed and (not session.named or now_s - session.last_s > self.known_s):
-                del self._sessions[session.session_id]
-        names = [s for s in self._sessions.values() if s.closed]
-        for session in sorted(names, key=lambda s: s.last_s)[: max(0, len(self._sessions) - self.max_known)]:
+                self._close(session)
+        for session in _due(self._idle_closed, now_s - self.known_s):
             del self._sessions[session.session_id]
+        while self._idle_closed and len(self._sessions) > self.max_known:
+            session_id, _ = self._idle_closed.popitem(last=False)
+            del self._sessions[session_id]
         return closed
+
+    def _close(self, session: Session) -> None:
+        """Of one that the client did not name nothing is left; of another its name."""
+        self._forget_mark(session)
+        session.closed, session.slot_id, session.pool_id = True, None, None
+        session.ctx_used = session.tps = session.ttft_ms = None
+        if session.named:
+            self._idle_closed[session.session_id] = session
+        else:
+            del self._sessions[session.session_id]
+
+    def _park(self, session: Session) -> None:
+        """It has nothing running now: last in line to be closed."""
+        line = self._idle_named if session.named else self._idle_anonymous
+        line[session.session_id] = session
+
+    def _unpark(self, session: Session) -> None:
+        for line in (self._idle_named, self._idle_anonymous, self._idle_closed):
+            if line.pop(session.session_id, None) is not None:
+                return
 
     def _forget_mark(self, session: Session) -> None:
         mark, session.mark = session.mark, None
@@ -236,3 +268,13 @@ class SessionBook:
             self._text_lengths[mark.length] -= 1
             if self._text_lengths[mark.length] <= 0:
                 del self._text_lengths[mark.length]
+
+
+def _due(line: OrderedDict[SessionId, Session], until_s: float) -> Iterator[Session]:
+    """Take those out of a line, oldest first, that were last used before ``until_s``."""
+    while line:
+        session = next(iter(line.values()))
+        if session.last_s >= until_s:
+            return
+        del line[session.session_id]
+        yield session

@@ -99,8 +99,12 @@ class SlotBook:
         return self._pump(now_s)
 
     def request(self, ticket: Ticket, now_s: float) -> list[Grant]:
+        if not self._waiting:
+            free = self._free_for(ticket)
+            if free:
+                return [self._grant(ticket, free, now_s)]
         self._waiting[ticket.ticket_id] = ticket
-        return self._pump(now_s) if len(self._waiting) == 1 else []
+        return []
 
     def withdraw(self, ticket_id: int, now_s: float) -> list[Grant]:
         """Out of the queue, wherever it stood."""
@@ -146,31 +150,36 @@ class SlotBook:
                 slot.owner = None
 
     def _pump(self, now_s: float) -> list[Grant]:
-        grants = []
+        grants: list[Grant] = []
         while self._waiting:
             ticket = next(iter(self._waiting.values()))
-            free = [s for s in self._slots if s.ticket_id is None and not s.n_outside and not s.engine_busy]
-            if not free or len(free) < min(ticket.n, len(self._slots)):
+            free = self._free_for(ticket)
+            if not free:
                 break
             del self._waiting[ticket.ticket_id]
             grants.append(self._grant(ticket, free, now_s))
         return grants
 
+    def _free_for(self, ticket: Ticket) -> list[_Slot]:
+        """The free slots, if they are enough."""
+        free = [s for s in self._slots if s.ticket_id is None and not s.n_outside and not s.engine_busy]
+        return free if len(free) >= min(ticket.n, len(self._slots)) else []
+
     def _grant(self, ticket: Ticket, free: list[_Slot], now_s: float) -> Grant:
-        first = self._choose(ticket, free, now_s)
+        first, session = self._choose(ticket, free, now_s), ticket.session
         chosen = [first] if ticket.n <= 1 else [first, *[s for s in free if s is not first]][: ticket.n]
         displaced = []
         for slot in chosen:
-            if slot.owner is not None and slot.owner != ticket.session:
+            if slot.owner is not None and slot.owner != session:
                 displaced.append(slot.owner)
-            slot.owner = ticket.session if slot is first else None
+            slot.owner = session if slot is first else None
             slot.mark, slot.ticket_id = None, ticket.ticket_id
-        if ticket.session is not None:
+        if session is not None:
             for slot in self._slots:
-                if slot.owner == ticket.session and slot.ticket_id is None:
+                if slot.ticket_id is None and slot.owner == session:
                     # It moved, its slot was closed when it asked: an idle session owns one slot.
                     slot.owner = None
-        grant = Grant(ticket, tuple(s.slot_id for s in chosen), tuple(displaced))
+        grant = Grant(ticket, tuple([s.slot_id for s in chosen]), tuple(displaced))
         self._held[ticket.ticket_id] = grant
         return grant
 

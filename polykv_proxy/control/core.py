@@ -14,18 +14,21 @@ from typing import Any, TypeVar
 
 from polykv_proxy.config import Settings
 from polykv_proxy.control.attach import Attacher
+from polykv_proxy.control.compare import Comparer
 from polykv_proxy.control.lease import TTL_S, Lease
 from polykv_proxy.control.orders import AttachPlan, AttachRequest, CreatePool, ForkPool, Outcome
 from polykv_proxy.control.pools import PoolWork
 from polykv_proxy.control.residency import Residency
+from polykv_proxy.control.room import Room
 from polykv_proxy.control.snapshots import Snapshots
 from polykv_proxy.control.views import Views
 from polykv_proxy.control.watch import HEARTBEAT_S, EngineWatch
-from polykv_proxy.errors import EngineOwned, SessionNotFound, UpstreamError
+from polykv_proxy.errors import Draining, EngineOwned, SessionNotFound, UpstreamError
 from polykv_proxy.ids import SessionId, SlotId
 from polykv_proxy.sessions import SessionBook
 from polykv_proxy.slots import Grant, SlotBook
 from polykv_proxy.tree.pool import Pool
+from polykv_proxy.tree.prefix import Tokens
 from polykv_proxy.tree.tree import PoolTree
 from polykv_proxy.upstream import EngineClient, Stats
 
@@ -67,13 +70,21 @@ class Control:
             heartbeat_s=heartbeat_s,
         )
         self.lease = Lease(self.engine, ttl_s=lease_ttl_s)
-        self.residency = Residency(self.tree, self.engine, self.watch)
-        self.attach = Attacher(
+        self.room = Room(tree=self.tree, sessions=self.sessions, slots=self.slots, watch=self.watch)
+        self.residency = Residency(self.tree, self.engine, self.watch, self.room)
+        self.comparer = Comparer(
             tree=self.tree,
             sessions=self.sessions,
             engine=self.engine,
             watch=self.watch,
+            is_resident=lambda pool: self.residency.held(pool) is not None,
+        )
+        self.attach = Attacher(
+            tree=self.tree,
+            comparer=self.comparer,
+            watch=self.watch,
             residency=self.residency,
+            room=self.room,
             snapshot_slot=self._pool_of_slot,
             may_change=lambda: self.lease.held,
             clock=clock,
@@ -88,8 +99,8 @@ class Control:
             snapshots=Snapshots(self.residency, self.sessions, self.slots),
             views=self.views,
             require_sharing=self._require_sharing,
-            tree_changed=self.attach.forget_deepest,
-            learn_pool=self.attach.learn_pool,
+            tree_changed=self.comparer.forget_deepest,
+            learn_pool=self.comparer.learn_pool,
             clock=clock,
         )
         self._working: set[asyncio.Task[Any]] = set()
@@ -125,6 +136,7 @@ class Control:
             task.cancel()
         await asyncio.gather(*self._working, return_exceptions=True)
         await self.watch.stop()
+        await self.attach.stop()
         await self.residency.stop()
         with contextlib.suppress(UpstreamError):
             await self.lease.give_up()
@@ -143,6 +155,16 @@ class Control:
         if not self.lease.held:
             await self.lease.renew()
 
+    async def _require_patched(self) -> None:
+        """Raises EngineUnpatched (501) in front of a plain llama-server. An engine that is away is no reason."""
+        if self.watch.hooks is False:
+            await self.watch.require_patched()
+
+    def _require_open(self) -> None:
+        """Raises Draining (503): what is begun now would not be there for anybody."""
+        if self.draining:
+            raise Draining("the proxy is shutting down")
+
     # Pools ---------------------------------------------------------------------------------------------------------
 
     async def create_pool(self, order: CreatePool) -> dict[str, Any]:
@@ -151,6 +173,7 @@ class Control:
         Raises:  RequestError (400), NameTaken, SessionNotResident (409), SeqIdsExhausted (503), KvExhausted (507),
                  SharingUnsupported, EngineUnpatched (501), UpstreamError and its heirs
         """
+        self._require_open()
         return await self._in_own_task(self.pools.create(order))
 
     async def fork_pool(self, ref: int | str, order: ForkPool) -> dict[str, Any]:
@@ -158,6 +181,8 @@ class Control:
 
         Raises:  PoolNotFound (404), PrefixMismatch, BranchNotExact (409), and as ``create_pool``
         """
+        self._require_open()
+        await self._require_patched()
         self.tree.get(ref)
         return await self._in_own_task(self.pools.fork(ref, order))
 
@@ -166,13 +191,14 @@ class Control:
 
         Slots hold their own share of the cells, so the sequences are freed now and running turns go on.
 
-        Raises:  PoolNotFound (404), PoolHasChildren, PoolInUse (409)
+        Raises:  PoolNotFound (404), PoolHasChildren, PoolInUse (409), EngineUnpatched (501)
         """
+        await self._require_patched()
         pool_id = self.tree.get(ref).pool_id
         return await self._in_own_task(self.pools.release(pool_id, recursive=recursive))
 
-    async def _pool_of_slot(self, slot_id: SlotId) -> Pool | None:
-        return await self._in_own_task(self.pools.of_slot(slot_id))
+    async def _pool_of_slot(self, slot_id: SlotId, prompts: list[Tokens]) -> Pool | None:
+        return await self._in_own_task(self.pools.of_slot(slot_id, prompts))
 
     # Sessions ------------------------------------------------------------------------------------------------------
 
@@ -197,13 +223,17 @@ class Control:
         """Count a request that ended, and give the miss reason of its receipt."""
         return self.attach.settle(plan, outcome)
 
+    async def explain(self, plan: AttachPlan, outcome: Outcome) -> None:
+        """Wait until ``settle`` can name the right reason: asks the engine if the request got less than planned."""
+        await self.attach.explain(plan, outcome)
+
     async def match(self, path: str, body: dict[str, Any], pool_ref: int | str | None = None) -> dict[str, Any]:
         """Say what a request would get, changing nothing.
 
         Raises:  PoolNotFound (404), RequestError (400), EngineUnpatched (501), UpstreamError and its heirs
         """
         await self.watch.require_patched()
-        return await self.attach.project(path, body, self.tree.get(pool_ref) if pool_ref is not None else None)
+        return await self.comparer.project(path, body, self.tree.get(pool_ref) if pool_ref is not None else None)
 
     def health(self) -> tuple[bool, dict[str, Any]]:
         """(ready, body). ``draining`` beats everything else."""
@@ -237,6 +267,7 @@ class Control:
             log.debug("%s", e.message)
             return
         await self.residency.settle()
+        await self.room.relieve()
 
     async def _in_own_task(self, work: Coroutine[Any, Any, Made]) -> Made:
         """Let it finish whatever happens to the caller."""

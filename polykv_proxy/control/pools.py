@@ -6,7 +6,7 @@ between two awaits are the critical sections: an engine's answer is committed in
 
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 from polykv_proxy.control.orders import CreatePool, ForkPool, Source
@@ -15,11 +15,11 @@ from polykv_proxy.control.snapshots import Snapshots
 from polykv_proxy.control.sources import CHAT, fetch_tokens
 from polykv_proxy.control.views import Views, pool_answer
 from polykv_proxy.control.watch import EngineWatch
-from polykv_proxy.errors import BranchNotExact, UpstreamError
+from polykv_proxy.errors import BranchNotExact, PoolHasChildren, PoolInUse, UpstreamError
 from polykv_proxy.ids import PoolId, SeqId, SessionId, SlotId
 from polykv_proxy.sessions import SessionBook
 from polykv_proxy.tree.pool import Pool, PoolPlan
-from polykv_proxy.tree.prefix import make_tokens
+from polykv_proxy.tree.prefix import Tokens, lcp_tokens, make_tokens
 from polykv_proxy.tree.tree import PoolTree
 from polykv_proxy.upstream import EngineClient, Materialized
 
@@ -48,6 +48,7 @@ class PoolWork:
         self._tree, self._sessions, self._engine, self._watch = tree, sessions, engine, watch
         self._residency, self._snapshots, self._views, self._clock = residency, snapshots, views, clock
         self._require_sharing, self._tree_changed, self._learn_pool = require_sharing, tree_changed, learn_pool
+        self._of_slot: dict[SlotId, PoolId] = {}
 
     async def create(self, order: CreatePool) -> dict[str, Any]:
         await self._require_sharing()
@@ -73,7 +74,7 @@ class PoolWork:
             tokens = await fetch_tokens(self._engine, source)
             plan = self._tree.plan_fork(parent.pool_id, tokens, branch_pos=order.branch_pos, name=order.name)
         began_s = self._clock()
-        with self._dropped_on_failure(plan):
+        with self._dropped_on_failure(plan), self._residency.using(parent):
             if self._residency.held(parent) is not None or self._residency.n_free() > 1:
                 await self._residency.ensure(parent)
             # Else the child takes the last sequence and holds the parent's range as well.
@@ -148,9 +149,12 @@ class PoolWork:
         if used_before is not None and used_after is not None:
             # What else holds these cells (a pool made from a session that shares them) only the engine knows.
             n_cells = min(n_cells, max(0, used_before - used_after))
+        freed = {"seq_ids": len(seq_ids), "kv_cells": n_cells, "kv_bytes": self._views.kv_bytes(n_cells)}
+        if seq_ids and used_after is None:
+            freed = dict.fromkeys(freed)  # the engine could not be asked; they are freed when it is back
         return {
             "released": [pool.pool_id for pool in released],
-            "freed_now": {"seq_ids": len(seq_ids), "kv_cells": n_cells, "kv_bytes": self._views.kv_bytes(n_cells)},
+            "freed_now": freed,
             "freed_later": kept,
         }
 
@@ -178,15 +182,36 @@ class PoolWork:
             await self._residency.give_back(SeqId(made.seq))
             raise
 
-    async def of_slot(self, slot_id: SlotId) -> Pool | None:
-        """The pool that is a slot's context right now: an existing one, else a new anonymous one (marked ``auto``)."""
+    async def of_slot(self, slot_id: SlotId, prompts: Sequence[Tokens]) -> Pool | None:
+        """The pool that is a slot's context right now: an existing one, else a new anonymous one (marked ``auto``).
+
+        None when these prompts have nothing in common with it: then nothing is kept. A slot has one such pool at most.
+        """
         made, tokens = await self._snapshots.of_slot(slot_id, "slot")
         match = self._tree.match(tokens)
-        if match is not None and match.whole and match.prefix_n_tokens == len(tokens):
+        known = match is not None and match.whole and match.prefix_n_tokens == len(tokens)
+        fits = all(lcp_tokens(tokens, prompt) for prompt in prompts)
+        if known or not fits:
             await self._residency.give_back(SeqId(made.seq))
-            return self._tree.find(match.pool_id)
+            return self._tree.find(match.pool_id) if match is not None and fits else None
         plan = await self._plan_or_give_back(made, lambda: self._tree.plan_root(tokens))
         pool = self._tree.commit(plan, now_s=self._clock(), auto=True)
         self._tree_changed()
         await self._residency.adopt(pool, made)
+        last, self._of_slot[slot_id] = self._of_slot.get(slot_id), pool.pool_id
+        if last is not None:
+            await self._let_go(last)
         return pool
+
+    async def _let_go(self, pool_id: PoolId) -> None:
+        """Release an automatic pool, unless somebody needs it: then it stays until it is evicted."""
+        pool = self._tree.find(pool_id)
+        if pool is None or not pool.auto or self._tree.children(pool_id) or pool_id in self._residency.in_use():
+            return
+        with contextlib.suppress(PoolInUse, PoolHasChildren):
+            released = self._tree.release(pool_id)
+            seq_ids = [pool.seq_id for pool in released if pool.seq_id is not None]
+            self._residency.claim(seq_ids)
+            self._tree_changed()
+            self._sessions.released(pool_id)
+            await self._residency.give_back_claimed(seq_ids)

@@ -8,20 +8,28 @@ Rules it keeps:
     5. One prefill is with the engine at a time: it has one service slot, and what waits there cannot be called back.
     6. Every sequence that the engine holds belongs to a pool of the tree or to an operation under way; others are
        freed.
+    7. Before an order, what nobody uses makes room for it (``room``); nothing that an order under way needs does.
+    8. An engine that gets nowhere for a minute is given up: nobody waits for it for ever.
 """
 
 import asyncio
+import contextlib
 import itertools
 import logging
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from polykv_proxy.control.room import Room
 from polykv_proxy.control.watch import EngineWatch
 from polykv_proxy.errors import (
+    EngineHung,
     InvariantError,
+    KvExhausted,
     PolyKVError,
     PoolNotFound,
     PrefixMismatch,
+    SeqIdsExhausted,
     SequenceGone,
     UpstreamError,
     UpstreamRestarted,
@@ -37,6 +45,8 @@ from polykv_proxy.upstream import EngineClient, Materialized, PoolList
 log = logging.getLogger("polykv.residency")
 
 LOOK_AGAIN_S = 0.2
+STALL_S = 60.0
+"""A prefill shows progress in the stats with every batch; the slowest machine needs seconds for one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,18 +67,27 @@ class _Flight:
 class Residency:
     """The only one who asks the engine for sequences or gives them back."""
 
-    def __init__(self, tree: PoolTree, engine: EngineClient, watch: EngineWatch):
-        self._tree, self._engine, self._watch = tree, engine, watch
+    def __init__(self, tree: PoolTree, engine: EngineClient, watch: EngineWatch, room: Room):
+        self._tree, self._engine, self._watch, self._room = tree, engine, watch, room
+        room.sequences = self
+        self.stall_s = STALL_S
         self._flights: dict[PoolId, _Flight] = {}
         self._tags: set[str] = set()
         self._numbers = itertools.count(1)
         self._giving: set[SeqId] = set()
+        self._needed: Counter[PoolId] = Counter()
+        self._evictions: set[asyncio.Task[int | None]] = set()
         self._reconciling = asyncio.Lock()
         # The engine prefills one pool at a time. Here the others wait where they can be seen and cancelled.
         self._service = asyncio.Lock()
-        self._n_changes = 0
+        self._n_changes = self._n_evicted = 0
         self.unsure = True
         """The engine may hold sequences nobody owns, or have lost some of ours."""
+
+    @property
+    def books_true(self) -> bool:
+        """Every sequence that the engine holds is on the tree."""
+        return not self.unsure and not self._giving
 
     # Making pools resident -----------------------------------------------------------------------------------------
 
@@ -102,6 +121,49 @@ class Residency:
         if holder is None or holder.seq_id is None or holder.gen is None:
             return None
         return Held(holder.seq_id, holder.gen, epoch)
+
+    def n_missing(self, pool: Pool) -> int:
+        """Cells that it would take to make this pool resident; 0 when that is under way already."""
+        if pool.residency == "materializing" or self.held(pool) is not None:
+            return 0
+        end = pool.branch_pos
+        for above in self._tree.ancestors(pool.pool_id):
+            if end and self._tree.holder(above.pool_id, end) is not None:
+                return pool.prefix_len - end
+            end = min(end, above.branch_pos)
+        return pool.prefix_len
+
+    @contextlib.contextmanager
+    def using(self, pool: Pool) -> Iterator[None]:
+        """For so long neither this pool nor what it inherits is evicted."""
+        self._needed[pool.pool_id] += 1
+        try:
+            yield
+        finally:
+            self._needed[pool.pool_id] -= 1
+            if not self._needed[pool.pool_id]:
+                del self._needed[pool.pool_id]
+
+    def working_on(self) -> set[PoolId]:
+        """Pools that orders under way need, and those above them."""
+        below = [pool_id for pool_id in {*self._flights, *self._needed} if pool_id in self._tree]
+        return {*below, *(above.pool_id for pool_id in below for above in self._tree.ancestors(pool_id))}
+
+    def in_use(self) -> set[PoolId]:
+        return self._room.in_use()
+
+    async def evict(self, pool: Pool) -> None:
+        """Give a pool's sequence back; the pool stays. Also when the caller leaves meanwhile."""
+        if pool.seq_id is None:
+            raise InvariantError(f"pool {pool.pool_id} has no sequence to give back")
+        seq_id = pool.seq_id
+        self._n_evicted += 1
+        self.claim([seq_id])
+        self._tree.set_residency(pool.pool_id, "cold")
+        task = asyncio.create_task(self._free(seq_id), name=f"polykv-evict-{pool.pool_id}")
+        self._evictions.add(task)
+        task.add_done_callback(self._evictions.discard)
+        await asyncio.shield(task)
 
     def _landed(self, pool: Pool, task: "asyncio.Task[Held]") -> None:
         self._flights.pop(pool.pool_id, None)
@@ -162,34 +224,59 @@ class Residency:
         tag = f"pool-{pool_id}.{next(self._numbers)}"
         self._tags.add(tag)
         try:
-            for _ in range(3):
-                async with self._service:
-                    source = self.source(parent, branch_pos)
-                    try:
-                        return await self._materialize(tokens, source, branch_pos, tag), source is not None
-                    except (SequenceGone, PrefixMismatch):
-                        # The parent's cells went away, or another pool lives there, between the look and the order.
-                        self.unsure = True
-                await self._watch.refresh()
-                await self.reconcile()
+            with self.using(parent) if parent is not None else contextlib.nullcontext():
+                for _ in range(3):
+                    async with self._service:
+                        source = self.source(parent, branch_pos)
+                        n_cells = len(tokens) - (branch_pos if source is not None else 0)
+                        await self._make_room(n_cells)
+                        try:
+                            made = await self._materialize(tokens, source, branch_pos, tag)
+                            self._room.kept(n_cells)
+                            return made, source is not None
+                        except (KvExhausted, SeqIdsExhausted) as e:
+                            if not await self._made_more_room(e, n_cells):
+                                raise
+                            continue
+                        except (SequenceGone, PrefixMismatch):
+                            # The parent's cells went away, or another pool lives there, between look and order.
+                            self.unsure = True
+                    await self._watch.refresh()
+                    await self.reconcile()
             raise UpstreamRestarted("the engine lost the parent's cells again and again")
         except BaseException:
             self.unsure = True
             raise
         finally:
+            self._room.settled()
             self._tags.discard(tag)
             self._n_changes += 1
+
+    async def _make_room(self, n_cells: int) -> None:
+        """Evict for an order. Whether it was enough, the engine says."""
+        if not self._room.fits(n_cells):
+            await self._room.make(n_cells)
+        self._room.promise(n_cells)
+
+    async def _made_more_room(self, refused: KvExhausted | SeqIdsExhausted, n_cells: int) -> bool:
+        """The engine refused an order. Gives whether something was evicted, so that it may try again."""
+        before = self._n_evicted
+        if isinstance(refused, SeqIdsExhausted):
+            unused = self._room.free_sequence_of()
+            if unused is not None:
+                log.info("pool %s gives its sequence", unused.label)
+                await self.evict(unused)
+        else:
+            await self._room.make(n_cells)
+        return self._n_evicted > before
 
     async def _materialize(self, tokens: Tokens, source: SeqId | None, branch_pos: int, tag: str) -> Materialized:
         """One order, followed to its end; believed only when the hash of what the engine holds is right."""
         epoch = self._watch.epoch
         try:
-            made = await self._engine.materialize(
-                tokens,
-                tag=tag,
-                parent_seq=-1 if source is None else source,
-                branch_pos=0 if source is None else branch_pos,
-            )
+            made = await self._order(tokens, source, branch_pos, tag)
+        except EngineHung:
+            raise
         except (UpstreamUnavailable, UpstreamTimeout) as e:
             made = await self._look_for(tag, e)
         if self._watch.sleeping:
@@ -202,6 +289,26 @@ class Residency:
             raise UpstreamError("the engine holds other tokens than were ordered")
         return made
 
+    async def _order(self, tokens: Tokens, source: SeqId | None, branch_pos: int, tag: str) -> Materialized:
+        """Order, and give up an engine that gets nowhere. Raises EngineHung (504), and what the engine answers."""
+        order = asyncio.create_task(
+            self._engine.materialize(
+                tokens,
+                tag=tag,
+                parent_seq=-1 if source is None else source,
+                branch_pos=0 if source is None else branch_pos,
+            )
+        )
+        progress = _Progress(self._watch, self.stall_s)
+        try:
+            while not (await asyncio.wait([order], timeout=progress.look_s))[0]:
+                progress.check()
+            return order.result()
+        finally:
+            if not order.done():
+                order.cancel()
+                await asyncio.wait([order])
+
     async def snapshot(self, id_slot: int, what: str) -> Materialized:
         """Share all cells of a slot, and get their tokens. Adopt it or give it back in the same step.
 
@@ -210,20 +317,28 @@ class Residency:
         tag = f"{what}-snapshot.{next(self._numbers)}"
         self._tags.add(tag)
         try:
-            made = await self._engine.snapshot(id_slot, tag=tag, want_tokens=True)
+            try:
+                made = await self._engine.snapshot(id_slot, tag=tag, want_tokens=True)
+            except SeqIdsExhausted as e:
+                if not await self._made_more_room(e, 0):
+                    raise
+                made = await self._engine.snapshot(id_slot, tag=tag, want_tokens=True)
         except BaseException:
             self.unsure = True
             raise
         finally:
             self._tags.discard(tag)
             self._n_changes += 1
+        self._room.kept(made.n_tokens)
         if made.epoch not in (None, self._watch.epoch):
             await self._watch.refresh()
         return made
 
     async def _look_for(self, tag: str, lost: PolyKVError) -> Materialized:
         """The answer got lost: the engine may still be at it. Follow its tag until it is ready or gone."""
+        progress = _Progress(self._watch, self.stall_s)
         while True:
+            progress.check()
             listed = await self._engine.list_pools()
             if listed.epoch != self._watch.epoch:
                 await self._watch.refresh()
@@ -335,7 +450,26 @@ class Residency:
             await self.reconcile()
 
     async def stop(self) -> None:
-        tasks = [flight.task for flight in self._flights.values()]
+        tasks = [*(flight.task for flight in self._flights.values()), *self._evictions]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class _Progress:
+    """Whether the engine gets on with a prefill, by the stats of the heartbeat."""
+
+    def __init__(self, watch: EngineWatch, stall_s: float):
+        self._watch, self._stall_s = watch, stall_s
+        self.look_s = min(1.0, stall_s / 4)
+        self._seen: object = None
+        self._since_s = asyncio.get_running_loop().time()
+
+    def check(self) -> None:
+        """Raises EngineHung when nothing moved for too long."""
+        now_s = asyncio.get_running_loop().time()
+        seen = (self._watch.epoch, self._watch.stats.service if self._watch.stats is not None else None)
+        if seen != self._seen:
+            self._seen, self._since_s = seen, now_s
+        elif now_s - self._since_s >= self._stall_s:
+            raise EngineHung(f"the engine did not get on with a pool for {self._stall_s:.0f} s")

@@ -36,6 +36,8 @@ def pool_answer(pool: Pool) -> dict[str, Any]:
 class Views:
     def __init__(self, tree: PoolTree, sessions: SessionBook, watch: EngineWatch, clock: Callable[[], float]):
         self._tree, self._sessions, self._watch, self._clock = tree, sessions, watch, clock
+        # Taken once: the time of one thing must not differ between two answers.
+        self._unix_offset_s = time.time() - clock()
 
     def pools(self, ref: int | str | None = None) -> dict[str, Any]:
         """The tree, or one subtree.
@@ -44,16 +46,18 @@ class Views:
         """
         top = self._tree.get(ref).pool_id if ref is not None else None
         stats = self._watch.stats
-        cells = stats.cells if stats is not None and not self._watch.sleeping else None
+        answers = self._watch.state != "away"
+        cells = stats.cells if stats is not None and answers and not self._watch.sleeping else None
         resident = sum(1 for pool in self._tree if pool.seq_id is not None)
         facts = EngineFacts(
+            answers=answers,
             bytes_per_token=stats.kv_bytes_per_token if stats is not None else None,
-            seq_ids_used=resident if stats is not None else None,
+            seq_ids_used=resident if stats is not None and answers else None,
             seq_ids_max=stats.max_pools if stats is not None else None,
             kv_cells_used=cells.used if cells is not None else None,
             kv_cells_total=cells.total if cells is not None else None,
         )
-        return pools_view(self._tree, self.session_facts(), facts, top=top, unix_offset_s=time.time() - self._clock())
+        return pools_view(self._tree, self.session_facts(), facts, top=top, unix_offset_s=self._unix_offset_s)
 
     def sessions(self) -> dict[str, Any]:
         return {"sessions": [self._session(session) for session in self._sessions if not session.closed]}
@@ -116,7 +120,7 @@ class Views:
     def accounts(self, facts: Sequence[SessionFacts]) -> Accounts:
         return account(list(self._tree), facts)
 
-    def kv_bytes(self, n_cells: int) -> int | None:
+    def kv_bytes(self, n_cells: int | None) -> int | None:
         stats = self._watch.stats
         return kv_bytes(n_cells, stats.kv_bytes_per_token if stats is not None else None)
 
@@ -169,5 +173,5 @@ class Views:
             "ctx_used": used,
             "ctx_total": total,
             "ctx_headroom_tokens": max(0, total - used) if total is not None and used is not None else None,
-            "last_access_ts": session.last_s + time.time() - self._clock(),
+            "last_access_ts": session.last_s + self._unix_offset_s,
         }

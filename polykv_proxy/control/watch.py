@@ -7,6 +7,7 @@ everybody who keeps books about sequences and slots, before anything else is don
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from typing import Literal
 
@@ -50,6 +51,8 @@ class EngineWatch:
         self.sleeping = False
         self.epoch: str | None = None
         self.stats: Stats | None = None
+        self.asked_s = float("-inf")
+        """When the question went out that ``stats`` answer: what happened later they need not show."""
         self.failure: PolyKVError | None = None
         self._on_restart, self._on_lost, self._on_plain, self._beat = on_restart, on_lost, on_plain, beat
         self._heartbeat_s = heartbeat_s
@@ -126,6 +129,7 @@ class EngineWatch:
             log.info("engine %s, hooks %s, epoch %s", self.state, self.hooks, self.epoch)
 
     async def _ask(self) -> Stats | None:
+        asked_s = time.monotonic()
         try:
             stats = await self.engine.stats()
         except EngineUnpatched as e:
@@ -142,7 +146,7 @@ class EngineWatch:
                 self.epoch = None
                 self._on_lost()
             return stats
-        self.stats = stats
+        self.stats, self.asked_s = stats, asked_s
         if stats.epoch != self.epoch:
             if self.epoch is not None:
                 log.warning("the engine was restarted (epoch %s, was %s)", stats.epoch, self.epoch)

@@ -7,6 +7,7 @@ that quotes nothing.
 
 import logging
 import os
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import orjson
@@ -43,17 +44,26 @@ class HeadersTooLarge(RequestError):
     code = "headers_too_large"
 
 
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+ShortWay = Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]
+"""Serves a request, or hands it on to the application's router."""
+
+
 class AppRunner(web.AppRunner):
     """Runs an application behind ``Connection``. A client that leaves cancels its handler, in every phase."""
 
-    def __init__(self, app: web.Application):
+    def __init__(self, app: web.Application, short_way: ShortWay):
         super().__init__(app, handler_cancellation=True, shutdown_timeout=1.0)
+        self._short_way = short_way
 
     async def _make_server(self) -> web.Server:
         made = await super()._make_server()
-        return _Server(
-            made.request_handler, request_factory=made.request_factory, handler_cancellation=True, **_OPTIONS
-        )
+        routed, short_way = made.request_handler, self._short_way
+
+        def serve(request: Any) -> Awaitable[web.StreamResponse]:
+            return short_way(request, routed)
+
+        return _Server(serve, request_factory=made.request_factory, handler_cancellation=True, **_OPTIONS)
 
 
 class _Server(web.Server):

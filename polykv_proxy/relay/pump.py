@@ -47,15 +47,10 @@ class RelayedResponse(web.StreamResponse):
         # ahead.
         self._send_headers_immediately = "Content-Length" not in self.headers
 
-    def drop_added(self) -> None:
+    async def _prepare_headers(self) -> None:
+        await super()._prepare_headers()
         for name in self._added:
             self.headers.popall(name, None)
-
-
-async def only_their_headers(_request: web.Request, response: web.StreamResponse) -> None:
-    """Signal ``on_response_prepare``: aiohttp adds headers that llama-server did not send."""
-    if isinstance(response, RelayedResponse):
-        response.drop_added()
 
 
 def check_framing(request: web.Request) -> None:

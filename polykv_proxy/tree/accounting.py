@@ -76,6 +76,6 @@ def copied_cells(pools: Iterable[Pool], sessions: Iterable[SessionCells]) -> int
     return resident + sum(session.pool_n_tokens + session.suffix_n_tokens for session in sessions)
 
 
-def kv_bytes(n_cells: int, bytes_per_token: float | None) -> int | None:
+def kv_bytes(n_cells: int | None, bytes_per_token: float | None) -> int | None:
     """Turn cells into bytes; unknown stays unknown."""
-    return None if bytes_per_token is None else round(n_cells * bytes_per_token)
+    return None if n_cells is None or bytes_per_token is None else round(n_cells * bytes_per_token)

@@ -27,8 +27,12 @@ class SessionFacts(SessionCells):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFacts:
-    """What the engine's stats said last; None = not known."""
+    """What the engine's stats said last; None = not known.
 
+    ``answers`` False: it is away, and what it holds by now nobody knows.
+    """
+
+    answers: bool = True
     bytes_per_token: float | None = None
     seq_ids_used: int | None = None
     seq_ids_max: int | None = None
@@ -63,7 +67,7 @@ def pools_view(
                 [child.pool_id for child in tree.children(pool.pool_id)],
                 of_pool.get(pool.pool_id, []),
                 accounts=accounts,
-                bytes_per_token=engine.bytes_per_token,
+                engine=engine,
                 unix_offset_s=unix_offset_s,
             )
             for pool in pools
@@ -83,11 +87,12 @@ def _pool_json(
     sessions: Sequence[SessionFacts],
     *,
     accounts: Accounts,
-    bytes_per_token: float | None,
+    engine: EngineFacts,
     unix_offset_s: float,
 ) -> dict[str, Any]:
-    own_cells = accounts.own_cells[pool.pool_id]
-    subtree_cells = accounts.subtree_cells[pool.pool_id]
+    own_cells = accounts.own_cells[pool.pool_id] if engine.answers else None
+    subtree_cells = accounts.subtree_cells[pool.pool_id] if engine.answers else None
+    bytes_per_token = engine.bytes_per_token
     return {
         "pool_id": pool.pool_id,
         "name": pool.name,
@@ -95,8 +100,8 @@ def _pool_json(
         "branch_pos": pool.branch_pos,
         "prefix_len": pool.prefix_len,
         "own_n_tokens": pool.own_n_tokens,
-        "residency": pool.residency,
-        "seq_id": pool.seq_id,
+        "residency": pool.residency if engine.answers else None,
+        "seq_id": pool.seq_id if engine.answers else None,
         "pinned": pool.pin,
         "orphaned_pin": pool.pin and not children and not sessions,
         "auto": pool.auto,
@@ -109,6 +114,7 @@ def _pool_json(
         "own_kv_bytes": kv_bytes(own_cells, bytes_per_token),
         "subtree_kv_cells": subtree_cells,
         "subtree_kv_bytes": kv_bytes(subtree_cells, bytes_per_token),
+        "warm_bytes": 0,  # there is no warm tier yet
         "children": list(children),
         "sessions": [_session_json(session, bytes_per_token) for session in sessions],
     }

@@ -49,6 +49,15 @@ class SlotStats(_Wire):
         return self.state == "idle"
 
 
+class ServiceStats(_Wire):
+    """The slot that prefills pools. ``seq``: for which sequence, -1 when idle."""
+
+    state: str = "idle"
+    seq: int = -1
+    n_tokens: int = 0
+    n_prompt: int = 0
+
+
 class FinishedTask(_Wire):
     id_task: int
     id_slot: int = -1
@@ -90,6 +99,7 @@ class Stats(_Wire):
     cells: Cells | None = None
     n_decoded_cum: int = 0
     n_prompt_cum: int = 0
+    service: ServiceStats = ServiceStats()
     slots: tuple[SlotStats, ...] = ()
     finished: tuple[FinishedTask, ...] = ()
 

@@ -52,7 +52,7 @@ async def test_control_plane(proxy: Proxy, refusal: tuple[int, str, str, str, An
 
 async def test_cache_full_and_sequences_gone(make_proxy: ProxyMaker) -> None:
     async with FakeEngine(n_cells=500, max_pools=2) as engine, make_proxy(engine.url) as proxy:
-        await made(proxy, tokens=[1] * 300, name="root")
+        await made(proxy, tokens=[1] * 300, name="root", pin=True)
         answer = await proxy.client.post("/polykv/pools", json={"tokens": [2] * 300})
         assert (answer.status_code, error_of(answer)["code"]) == (507, "kv_exhausted")
         assert error_of(answer)["cells_missing"] == 100

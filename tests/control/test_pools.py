@@ -216,7 +216,7 @@ async def test_no_free_sequence_and_no_free_cells():
         assert plane.headers["Retry-After"] == "1"
         assert len(plane.control.tree) == 1
     async with FakeEngine(n_cells=50, n_ctx_slot=100) as engine, planes(engine) as plane:
-        await plane.create(tokens=[1] * 20)
+        await plane.create(tokens=[1] * 20, pin=True)
         error = await plane.refused(507, "kv_exhausted", "POST", "/polykv/pools", {"tokens": [2] * 40})
         assert error["cells_missing"] == 10
         assert (len(plane.control.tree), engine.cache.used()) == (1, 20)

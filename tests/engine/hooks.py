@@ -7,6 +7,7 @@ those of the model before any sampler, so one request gives a teacher-forced dis
 
 import json
 import threading
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -167,12 +168,17 @@ class Running:
         self._body = body | fields
         self._engine = engine
         self.events: list[Json] = []
+        self.arrivals: list[float] = []
         self.error: BaseException | None = None
         self._started = threading.Event()
+        self._left = threading.Event()
         self._thread = threading.Thread(target=self._run)
 
-    def __enter__(self) -> Self:
+    def start(self) -> None:
         self._thread.start()
+
+    def __enter__(self) -> Self:
+        self.start()
         assert self._started.wait(120), "no first token"
         return self
 
@@ -186,8 +192,11 @@ class Running:
             with self._engine.http.stream("POST", "/completion", json=self._body, headers=closing) as response:
                 assert response.status_code == 200
                 for line in response.iter_lines():
-                    if line.startswith("data: "):
-                        self.events.append(json.loads(line.removeprefix("data: ")))
+                    if self._left.is_set():
+                        return
+                    if line.startswith(("data: {", "error: {")):
+                        self.arrivals.append(time.perf_counter())
+                        self.events.append(json.loads(line[line.index("{") :]))
                         self._started.set()
         except BaseException as error:
             self.error = error
@@ -197,11 +206,19 @@ class Running:
     def is_running(self) -> bool:
         return self._thread.is_alive()
 
-    def finished(self) -> Json:
-        """Wait for the end; the last event, with the whole text as its ``content``."""
+    def leave(self) -> None:
+        """Close the connection at the next event, as a client that goes away."""
+        self._left.set()
+
+    def last_event(self) -> Json:
+        """Wait for the end, whatever it is; the last event, with the whole text as its ``content``."""
         self._thread.join(300)
         assert self.error is None, repr(self.error)
         assert self.events, "the stream was empty"
-        last = self.events[-1]
+        return self.events[-1] | {"content": "".join(event.get("content", "") for event in self.events)}
+
+    def finished(self) -> Json:
+        """Wait for a regular end."""
+        last = self.last_event()
         assert last.get("stop") is True, last
-        return last | {"content": "".join(event["content"] for event in self.events)}
+        return last

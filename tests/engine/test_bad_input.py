@@ -193,7 +193,7 @@ def test_freeing_what_is_not_there(engine: Engine, noise: Noise) -> None:
 
 ATTACH_FIELDS = [
     *(("shared_pool_slot", value) for value in ["5", 1.5, [5], {}, 0, N_SLOTS, N_SLOTS + 9, 2**31, 2**40, 2**63, -2]),
-    *(("shared_prefix_n_tokens", value) for value in ["5", 1.5, [5], 2**40, 2**63, -2]),
+    *(("shared_prefix_n_tokens", value) for value in ["5", 1.5, [5], 2**63, -2]),
     *(("shared_pool_gen", value) for value in ["5", 1.5, [5], -2]),
     *(("shared_pool_epoch", value) for value in [5, [5], {}]),
 ]
@@ -208,6 +208,11 @@ def test_attach_fields_that_mean_nothing(engine: Engine, noise: Noise, path: str
     response = engine.http.post(path, json=dialect_body(path) | fields)
     assert response.status_code == 400, response.text[:300]
     assert "error" in response.json()
+
+
+def test_limit_beyond_everything_is_no_limit(engine: Engine, noise: Noise) -> None:
+    root = engine.materialize(noise(1, 100))
+    assert engine.ask(noise(1, 120), 1, slot=0, pool=root["seq"], limit=2**40).pool_n == 100
 
 
 def dialect_body(path: str) -> dict[str, Any]:

@@ -75,6 +75,7 @@ def test_list_is_readable_while_a_pool_is_made(launch: Launcher, noise: Noise) -
 class BackgroundMaterialize(Running):
     def __init__(self, engine: Engine, tokens: list[int], **more: Any) -> None:
         super().__init__(engine, tokens, 0)
+        self._tokens = tokens
         self._more = more
 
     def __enter__(self) -> "BackgroundMaterialize":
@@ -83,7 +84,7 @@ class BackgroundMaterialize(Running):
 
     def _run(self) -> None:
         try:
-            self._engine.materialize(self._body["prompt"], **self._more)
+            self._engine.materialize(self._tokens, **self._more)
         except BaseException as error:
             self.error = error
 

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from tests.fake_engine.server import FakeEngine
 
 
+BATCH = 64
+
+
 class HookError(Exception):
     def __init__(self, status: int, message: str, **extra: Any):
         super().__init__(message)
@@ -28,6 +31,7 @@ class Hooks:
         self.engine = engine
         self.n_materialized = 0
         self.n_processed = 0
+        self.n_service = 0
         self._owner: tuple[str, float] | None = None
         self._service = asyncio.Lock()
         self._jobs: set[asyncio.Task[dict[str, Any]]] = set()
@@ -116,6 +120,7 @@ class Hooks:
             "cells": self._cells(),
             "n_decoded_cum": sum(s.n_decoded_cum for s in e.slots),
             "n_prompt_cum": e.n_prompt_cum,
+            "service": {"state": "prompt" if self.n_service else "idle", "seq": -1, "n_tokens": self.n_service},
             "slots": slots,
             "finished": list(e.finished),
         }
@@ -228,20 +233,25 @@ class Hooks:
                     raise HookError(409, f"tokens differ from the parent at {common}", divergence_pos=common)
                 source = parent
             pool = self._target(int(asked.get("seq", -1)))
-            need, free = len(tokens) - shared, self.engine.cache.free()
+            need, free = len(tokens) - shared, self.engine.n_cells_available()
             if need > free:
                 raise HookError(507, f"need {need} cells, {free} free", need=need, free=free)
             pool.state = "busy"
             try:
                 pool.share_from(source, shared)
-                await asyncio.sleep(self.engine.prefill_s * need)
-                self.engine.cache.append(pool, tokens[shared:])
+                for i in range(shared, len(tokens), BATCH):
+                    batch = tokens[i : i + BATCH]
+                    await asyncio.sleep(self.engine.prefill_s * len(batch))
+                    self.engine.take_cells(pool, batch)
+                    self.n_service = len(pool.tokens)
             except OutOfCells as e:
                 self._clear(pool)
                 raise HookError(507, str(e), need=e.need, free=e.free) from e
             except BaseException:
                 self._clear(pool)
                 raise
+            finally:
+                self.n_service = 0
             self._ready(pool, asked, parent_seq, shared)
             self.n_materialized += 1
             self.n_processed += need

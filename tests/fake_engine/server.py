@@ -18,6 +18,9 @@ from tests.fake_engine.hooks import Hooks
 from tests.fake_engine.toy import ATTACHABLE, Refused, Template
 
 
+FULL = "the KV cache is full: no cells left for this prompt"
+
+
 @dataclass
 class Slot(Sequence):
     id: int = 0
@@ -232,6 +235,20 @@ class FakeEngine:
         lists, _ = self.template.render("/v1/chat/completions", await request.json())
         return web.json_response({"prompt": self.template.tokenizer.decode(lists[0])})
 
+    # cells -----------------------------------------------------------------------------------------------------------
+
+    def n_cells_available(self) -> int:
+        """Free cells, and those of idle slots that nobody else shares."""
+        return self.cache.free() + sum(len(s.tokens) - s.n_pool_shared for s in self.slots if s.state == "idle")
+
+    def take_cells(self, sequence: Sequence, tokens: list[int]) -> None:
+        """New cells at the end, clearing idle slots if need be. Raises OutOfCells."""
+        for slot in self.slots:
+            if self.cache.free() < len(tokens) and slot.state == "idle":
+                slot.cut(0)
+                slot.n_pool_shared, slot.pool_seq = 0, -1
+        self.cache.append(sequence, tokens)
+
     # completions ---------------------------------------------------------------------------------------------------
 
     async def _completion(self, request: web.Request) -> web.StreamResponse:
@@ -266,7 +283,7 @@ class FakeEngine:
                 if answer is not None:
                     return answer
                 await asyncio.sleep(self.prefill_s * (turn.n_prompt - turn.n_cached))
-                self.cache.append(slot, tokens[turn.n_cached :])
+                self.take_cells(slot, tokens[turn.n_cached :])
                 slot.state = "generating"
                 for text in self._decode(slot, turn, body):
                     await asyncio.sleep(self.token_s)
@@ -285,9 +302,10 @@ class FakeEngine:
                         n_piece += 1
             except OutOfCells:
                 slot.cut(0)
-                failed = {"code": 500, "message": "Context size has been exceeded.", "type": "server_error"}
-                if stream is None:
-                    return web.json_response({"error": failed}, status=500)
+                failed = {"code": 503, "message": FULL, "type": "unavailable_error"}
+                if stream is None and not body.get("stream"):
+                    return web.json_response({"error": failed}, status=503)
+                stream = stream or await self._open_stream(request)
                 await stream.write(out.failed(failed))
                 await stream.write_eof()
                 return stream
@@ -373,7 +391,10 @@ class FakeEngine:
         turn.t_first = time.monotonic()
         for _ in range(min(limit if limit >= 0 else self.n_gen, room)):
             token = self._next_token(slot.tokens, turn.index)
-            self.cache.append(slot, [token])
+            try:
+                self.take_cells(slot, [token])
+            except OutOfCells:
+                return  # the patched engine ends this one request as truncated
             slot.n_decoded += 1
             slot.n_decoded_cum += 1
             text = chr(token)

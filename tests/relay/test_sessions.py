@@ -1,8 +1,13 @@
 """Sessions come, are recognised, go idle, are closed and come back; time is an argument."""
 
+import time
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, rule
+
 from polykv_proxy.conversation import Conversation
 from polykv_proxy.ids import PoolId, SessionId, SlotId
-from polykv_proxy.sessions import Session, SessionBook, Usage
+from polykv_proxy.sessions import Session, SessionBook, Turn, Usage
 
 USAGE = Usage(cache_n=100, prompt_n=10, predicted_n=20, tps=30.0)
 
@@ -154,3 +159,69 @@ def test_release_and_restart_detach() -> None:
     book.released(PoolId(4))
     book.engine_restarted()
     assert (session.pool_id, session.slot_id) == (None, None)
+
+
+def test_a_sweep_looks_at_nobody_whose_time_has_not_come() -> None:
+    """It runs in the heartbeat: with many clients it must not hold up the replies."""
+    book = SessionBook()
+    for i in range(50_000):
+        session = book.make(i / 1000)
+        book.end(book.begin(session, i / 1000), Usage(), i / 1000)
+    began = time.perf_counter()
+    assert book.sweep(50) == [f"anon-{book.run}-{i + 1}" for i in range(20_000)]
+    first_s = time.perf_counter() - began
+    began = time.perf_counter()
+    assert book.sweep(50) == []
+    assert time.perf_counter() - began < first_s / 100
+
+
+class Lives(RuleBasedStateMachine):
+    """The book's lines against a plain look at everybody."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.book = SessionBook(idle_s=90, anonymous_idle_s=30, known_s=300, max_known=6)
+        self.now_s = 0.0
+        self.running: list[Turn] = []
+
+    @rule(name=st.sampled_from("abcdefgh"), s=st.integers(0, 40))
+    def named(self, name: str, s: int) -> None:
+        self.now_s += s
+        self.running.append(self.book.begin(self.book.name(SessionId(name), self.now_s), self.now_s))
+
+    @rule(s=st.integers(0, 40))
+    def anonymous(self, s: int) -> None:
+        self.now_s += s
+        self.running.append(self.book.begin(self.book.make(self.now_s), self.now_s))
+
+    @rule(which=st.integers(0, 99), s=st.integers(0, 40))
+    def over(self, which: int, s: int) -> None:
+        self.now_s += s
+        if self.running:
+            self.book.end(self.running.pop(which % len(self.running)), Usage(), self.now_s)
+
+    @rule(which=st.integers(0, 99))
+    def dropped(self, which: int) -> None:
+        every = list(self.book)
+        if every:
+            self.book.drop(every[which % len(every)].session_id)
+
+    @rule(s=st.integers(0, 200))
+    def swept(self, s: int) -> None:
+        self.now_s += s
+        before = list(self.book)
+        idle_s = {session.session_id: self.now_s - session.last_s for session in before if not session.turns}
+        due = {
+            session.session_id
+            for session in before
+            if not session.closed and idle_s.get(session.session_id, 0) > (90 if session.named else 30)
+        }
+        assert set(self.book.sweep(self.now_s)) == due
+        left = {session.session_id for session in self.book}
+        assert {s.session_id for s in before if s.turns or (idle_s[s.session_id] <= 90 and s.named)} <= left
+        assert not [s for s in self.book if not s.named and s.closed]
+        assert not [s for s in self.book if s.closed and self.now_s - s.last_s > 300]
+        assert len(left) <= 6 or not [s for s in self.book if s.closed]
+
+
+TestLives = Lives.TestCase

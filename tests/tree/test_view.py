@@ -65,6 +65,7 @@ def test_whole_tree_shows_design_fields() -> None:
         "own_kv_bytes": 1000,
         "subtree_kv_cells": 145,
         "subtree_kv_bytes": 1450,
+        "warm_bytes": 0,
         "children": [task],
         "sessions": [],
     }
