@@ -17,7 +17,6 @@ from tests.fake_engine.faults import Action, Faults, Received
 from tests.fake_engine.hooks import Hooks
 from tests.fake_engine.toy import ATTACHABLE, Refused, Template
 
-
 FULL = "the KV cache is full: no cells left for this prompt"
 
 

@@ -1,0 +1,222 @@
+"""A prompt against the pools: the one it names, its session's, or the deepest match, and how far they agree.
+
+The engine renders, tokens are compared here, and what was compared before is not rendered again (``seen``).
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from polykv_proxy.control.orders import AttachPlan, AttachRequest
+from polykv_proxy.control.seen import MARGIN_TOKENS, Seen, SeenBook, chain_of, whole_key
+from polykv_proxy.control.watch import EngineWatch
+from polykv_proxy.errors import PolyKVError
+from polykv_proxy.ids import PoolId
+from polykv_proxy.sessions import SessionBook
+from polykv_proxy.tree.pool import Pool
+from polykv_proxy.tree.prefix import Tokens
+from polykv_proxy.tree.tree import PoolTree
+from polykv_proxy.upstream import EngineClient
+
+log = logging.getLogger("polykv.attach")
+
+MIN_AUTO_TOKENS = 16
+"""Fewer tokens beyond the last whole pool do not count: all chats share a template's first tokens."""
+
+
+class Unpooled(Exception):
+    """The decision is: no pool."""
+
+    def __init__(self, reason: str, asked: PoolId | None = None, found: "Comparison | None" = None):
+        super().__init__(reason)
+        self.found = found
+        self.plan = AttachPlan(miss_reason=reason, asked=asked)
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A prompt against the pools. ``n_tokens`` of the (shortest) prompt, ``n_total`` of all; None = not rendered."""
+
+    pool: Pool | None = None
+    prefix_n_tokens: int = 0
+    n_tokens: int | None = None
+    exact: bool = True
+    n_prompts: int = 1
+    n_total: int | None = None
+
+
+class Comparer:
+    """Changes nothing but its own memory."""
+
+    def __init__(
+        self,
+        *,
+        tree: PoolTree,
+        sessions: SessionBook,
+        engine: EngineClient,
+        watch: EngineWatch,
+        is_resident: Callable[[Pool], bool],
+    ):
+        self._tree, self._sessions, self._engine, self._watch = tree, sessions, engine, watch
+        self._is_resident = is_resident
+        self.seen = SeenBook()
+        self._version = 0
+
+    async def compare(
+        self, request: AttachRequest, named: Pool | None, prompts: list[Tokens] | None = None
+    ) -> Comparison:
+        """Compare a request, rendered (``prompts``) or not. Raises Unpooled."""
+        if not len(self._tree):
+            return Comparison()
+        session = self._sessions.get(request.session) if request.session is not None else None
+        of_session = self._tree.find(session.pool_id) if session is not None and session.pool_id is not None else None
+        target = named or of_session
+        target_id = target.pool_id if target is not None else None
+        chain = chain_of(request.path, request.body)
+        whole = ~chain[-1] if chain else whole_key(request.path, request.body)
+        if request.explicit_p is None and prompts is None:
+            seen = self.seen.find([*chain, whole], target_id, self._version)
+            if seen is not None:
+                pool = self._tree.find(seen.pool_id) if seen.pool_id is not None else None
+                n_whole = seen.whole_n_tokens
+                return Comparison(pool, seen.n_tokens, n_whole, seen.exact, n_total=n_whole)
+        version = self._version
+        if prompts is None:
+            prompts = await self.render(request)
+        compared = self.compare_tokens(prompts, named, of_session, at_least=request.explicit_p)
+        if len(prompts) == 1 and request.explicit_p is None:
+            self._remember(chain, whole, target_id, compared, version)
+        return compared
+
+    def compare_tokens(
+        self, prompts: list[Tokens], named: Pool | None, of_session: Pool | None = None, *, at_least: int | None = None
+    ) -> Comparison:
+        """Compare rendered prompts with the pool asked for, else the session's, else find the deepest match.
+
+        ``at_least``: so far the caller wants it; a match then need not be worth it.
+        """
+        lengths = [len(tokens) for tokens in prompts]
+        n_tokens = min(lengths)
+        pool, n_prefix = self._best(prompts, n_tokens, named, of_session, at_least)
+        return Comparison(pool, n_prefix, n_tokens, True, len(prompts), sum(lengths))
+
+    def _best(
+        self, prompts: list[Tokens], n_tokens: int, named: Pool | None, of_session: Pool | None, at_least: int | None
+    ) -> tuple[Pool | None, int]:
+        if named is not None:
+            if named.pool_id not in self._tree:
+                raise Unpooled("no_pool", named.pool_id)  # released while the prompt was rendered
+            n_prefix = self._lcp(named, prompts)
+            if n_prefix == 0 and len(prompts) > 1:
+                raise Unpooled("incompatible", named.pool_id)
+            return named, n_prefix
+        best: tuple[Pool | None, int] = (None, 0)
+        if of_session is not None and of_session.pool_id in self._tree:
+            n_prefix = self._lcp(of_session, prompts)
+            if n_prefix == min(of_session.prefix_len, n_tokens) and n_prefix >= (at_least or 0):
+                return of_session, n_prefix
+            if n_prefix >= (1 if at_least is not None else MIN_AUTO_TOKENS):
+                best = (of_session, n_prefix)
+        pool = self._deepest(prompts[0], raw=at_least is not None)
+        if pool is not None:
+            n_prefix = self._lcp(pool, prompts)
+            if n_prefix > best[1]:
+                best = (pool, n_prefix)
+        return best
+
+    def _deepest(self, tokens: Tokens, *, raw: bool) -> Pool | None:
+        """The deepest match that is worth it.
+
+        A template's next few tokens (``<|im_start|>user``) are common to all children of a pool. A prompt that leaves
+        a child right after them belongs to the pool above, which it contains entirely.
+        """
+        match = self._tree.match(tokens)
+        if match is None:
+            return None
+        pool = self._tree.get(match.pool_id)
+        if match.whole or raw:
+            return pool
+        for above in self._tree.ancestors(match.pool_id):
+            if above.prefix_len <= match.prefix_n_tokens:
+                return above if match.prefix_n_tokens - above.prefix_len < MIN_AUTO_TOKENS else pool
+        return pool if match.prefix_n_tokens >= MIN_AUTO_TOKENS else None
+
+    def _lcp(self, pool: Pool, prompts: list[Tokens]) -> int:
+        return min(self._tree.lcp(pool.pool_id, tokens) for tokens in prompts)
+
+    async def render(self, request: AttachRequest) -> list[Tokens]:
+        """Tokens of the body's prompts. What the engine will not render it will refuse by itself, in its own words.
+
+        Raises:  Unpooled
+        """
+        try:
+            rendered = await self._engine.render(request.path, request.body)
+        except PolyKVError as e:
+            log.info("not rendered: %s", e.message)
+            raise Unpooled("not_resident") from e
+        if rendered.has_media or len(rendered.prompts) != rendered.n_prompts or not all(rendered.prompts):
+            raise Unpooled("incompatible")
+        return list(rendered.prompts)
+
+    def _remember(
+        self, chain: list[int], whole: int, target: PoolId | None, compared: Comparison, version: int
+    ) -> None:
+        pool_id = compared.pool.pool_id if compared.pool is not None else None
+        n_tokens = compared.n_tokens or 0
+        if target is not None and pool_id != target:
+            return  # the session's pool did not fit: that is about the whole tree, not about it
+        seen = Seen(pool_id, compared.prefix_n_tokens, version, exact=True, whole_n_tokens=n_tokens)
+        self.seen.remember(whole, target, seen)
+        if chain and compared.prefix_n_tokens <= n_tokens - MARGIN_TOKENS:
+            self.seen.remember(chain[-1], target, Seen(pool_id, compared.prefix_n_tokens, version))
+
+    def forget_deepest(self) -> None:
+        """The tree changed: another pool may be the deepest match now."""
+        self._version += 1
+
+    def learn_pool(self, pool: Pool, path: str, body: dict[str, Any]) -> None:
+        """A pool was made from these messages: every chat that starts with them starts with all its tokens."""
+        chain = chain_of(path, body)
+        if chain:
+            seen = Seen(pool.pool_id, pool.prefix_len, self._version)
+            self.seen.remember(chain[-1], pool.pool_id, seen)
+            if not self._continued(pool):
+                self.seen.remember(chain[-1], None, seen)
+
+    def _continued(self, pool: Pool) -> bool:
+        """Whether another pool starts with all of this one's tokens: a chat may match that one further."""
+        n, tree = pool.prefix_len, self._tree
+        return any(p.prefix_len > n and tree.hash_at(p.pool_id, n) == pool.tokens_hash for p in tree)
+
+    async def project(self, path: str, body: dict[str, Any], named: Pool | None) -> dict[str, Any]:
+        """Say what ``decide`` would find for a prompt, without changing or preparing anything.
+
+        Raises:  RequestError (400), UpstreamError and its heirs
+        """
+        rendered = await self._engine.render(path, body)
+        n_tokens = len(rendered.tokens)
+        if rendered.has_media or rendered.n_prompts != 1:
+            return _projection(None, 0, n_tokens, "incompatible")
+        stats = self._watch.stats
+        if stats is not None and stats.share != "ok":
+            return _projection(None, 0, n_tokens, "swa_or_recurrent")
+        found = self.compare_tokens([rendered.tokens], named)
+        if found.pool is None or not found.prefix_n_tokens:
+            return _projection(None, 0, n_tokens, "diverged" if len(self._tree) else "no_pool")
+        pool, n_prefix = found.pool, found.prefix_n_tokens
+        diverged = n_prefix < min(pool.prefix_len, n_tokens)
+        reason = "diverged" if diverged else None if self._is_resident(pool) else "cold"
+        return _projection(pool, n_prefix, n_tokens, reason)
+
+
+def _projection(pool: Pool | None, n_prefix: int, n_tokens: int, reason: str | None) -> dict[str, Any]:
+    """``divergence``: where the prompt leaves the pool; None when it holds all of it or ends inside."""
+    diverged = pool is not None and n_prefix < min(pool.prefix_len, n_tokens)
+    return {
+        "pool_id": pool.pool_id if pool is not None else None,
+        "prefix_n_tokens": n_prefix,
+        "uncached_n_tokens": n_tokens - n_prefix,
+        "miss_reason": reason,
+        "divergence": {"pos": n_prefix, "pool_prefix_len": pool.prefix_len} if pool is not None and diverged else None,
+    }

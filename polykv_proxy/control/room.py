@@ -1,0 +1,288 @@
+"""Cells of the unified cache: does it fit, who leaves, and who waits for whom.
+
+A request is counted before it goes out, because an engine without room stops somebody. The order of the contract:
+
+    1. It fits by the last stats and by what was let in since: nothing is asked. A roomy cache costs no call.
+    2. Fresh stats say that it fits.
+    3. What nobody uses is evicted, if that is enough (``tree.eviction`` says in which order).
+    4. Wait, first come first served, while running requests may still give cells back.
+    5. ``KvExhaustedForRequest``.
+
+How many cells can be had is never known exactly, only from below, in two ways; the better one counts:
+
+    what is free, and what idle slots hold alone (the engine purges them by itself);
+    everything but what the resident pools and the busy slots hold.
+
+The second also sees what idle slots keep of released pools, the first what a pool shares with the slot it came from.
+"""
+
+import asyncio
+import logging
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from polykv_proxy.control.watch import EngineWatch
+from polykv_proxy.errors import InvariantError, KvExhaustedForRequest
+from polykv_proxy.ids import PoolId, SessionId
+from polykv_proxy.sessions import SessionBook
+from polykv_proxy.slots import SlotBook
+from polykv_proxy.tree.eviction import choose_victim, held_cells
+from polykv_proxy.tree.pool import Pool
+from polykv_proxy.tree.tree import PoolTree
+from polykv_proxy.upstream import SlotStats, Stats
+
+log = logging.getLogger("polykv.room")
+
+MAX_WAIT_S = 30.0
+"""Clients of chat APIs give up after a minute or more; half of that is left for the answer itself."""
+
+LOOK_AGAIN_S = 0.25
+"""While somebody waits: requests that the proxy does not count (relayed unread) give cells back without a word."""
+
+GROWTH_CELLS = 256
+"""What a running request may add between two looks at the engine: a second at 256 tokens per second."""
+
+_NOT_STARTED = ("idle", "started")
+"""A slot in one of these states drops what its request does not reuse before it takes a cell."""
+
+
+@dataclass(slots=True, eq=False)
+class _Promise:
+    """``n_cells`` 0: it is only known that it will come, and for which pool."""
+
+    n_cells: int
+    pool_id: PoolId | None
+    session: SessionId | None
+
+
+class Sequences(Protocol):
+    """Who holds the engine's sequences for the pools. ``books_true``: all that the engine holds are on the tree."""
+
+    @property
+    def books_true(self) -> bool: ...
+
+    def working_on(self) -> set[PoolId]:
+        """Pools that an order under way needs."""
+
+    async def evict(self, pool: Pool) -> None:
+        """Give its sequence back; the pool stays, cold."""
+
+
+class Room:
+    """``sequences`` is set by who holds them.
+
+    A promise belongs to the task that serves the request, and ends with ``settled`` or with the task.
+    """
+
+    sequences: Sequences
+
+    def __init__(
+        self,
+        *,
+        tree: PoolTree,
+        sessions: SessionBook,
+        slots: SlotBook,
+        watch: EngineWatch,
+    ):
+        self._tree, self._sessions, self._slots, self._watch = tree, sessions, slots, watch
+        self._promises: weakref.WeakKeyDictionary[asyncio.Task[Any], _Promise] = weakref.WeakKeyDictionary()
+        self._kept: list[tuple[float, int]] = []
+        self._making = asyncio.Lock()
+        self._line = asyncio.Lock()
+        self._changed = asyncio.Event()
+        self.max_wait_s = MAX_WAIT_S
+
+    # Promises ------------------------------------------------------------------------------------------------------
+
+    def promise(self, n_cells: int, pool_id: PoolId | None = None, session: SessionId | None = None) -> None:
+        """Count these cells as taken, and the pool as used, until ``settled``. Replaces this task's last promise."""
+        self._promises[_this_task()] = _Promise(n_cells, pool_id, session)
+
+    def settled(self) -> None:
+        """What this task was promised is used up or not needed any more."""
+        if self._promises.pop(_this_task(), None) is not None:
+            self._changed.set()
+
+    def kept(self, n_cells: int) -> None:
+        """A pool was made and keeps these cells, whether or not the last stats show it yet."""
+        self._kept = [(at_s, n) for at_s, n in self._kept if at_s >= self._watch.asked_s]
+        self._kept.append((time.monotonic(), n_cells))
+
+    def comes_back(self) -> bool:
+        """Whether this request has to stand in line for a slot first, and is decided anew when it has one.
+
+        Cells for everybody in that line would be counted long before they are needed.
+        """
+        own = self._promises.get(_this_task())
+        if own is not None:
+            return False
+        return self._slots.n_waiting > 0 or self._slots.n_held >= self._slots.n_slots
+
+    # Asking --------------------------------------------------------------------------------------------------------
+
+    @property
+    def n_total(self) -> int | None:
+        """Cells of a cache that all slots share; None when there is nothing to count here."""
+        stats = self._watch.stats
+        if stats is None or self._watch.sleeping or not stats.kv_unified or stats.cells is None:
+            return None
+        return stats.cells.total
+
+    def fits(self, n_cells: int) -> bool:
+        """Whether it fits by what is known, with a margin for what is not: no means that it must be looked at."""
+        stats = self._watch.stats
+        if self.n_total is None or stats is None or stats.cells is None:
+            return True
+        busy = [slot for slot in stats.slots if not slot.idle]
+        promised = sum(p.n_cells for task, p in self._promises.items() if task is not _this_task())
+        margin = GROWTH_CELLS * (len(busy) + len(self._promises))
+        coming = promised + sum(_still_to_come(slot) for slot in busy)
+        coming += sum(n for at_s, n in self._kept if at_s >= self._watch.asked_s)
+        return _n_free_or_idle(stats) - coming - margin >= n_cells
+
+    async def make(self, n_cells: int, n_more: int = 0) -> bool:
+        """Make room, evicting what nobody uses. Gives whether ``n_cells`` fit now; ``n_more`` would be nice.
+
+        The caller promises in the same step.
+
+        Raises:  UpstreamError and its heirs
+        """
+        async with self._making:
+            stats = await self._watch.refresh()
+            while stats is not None and self.n_total is not None:
+                n_room = self._n_room(stats)
+                victim = self._victim() if n_room < n_cells + n_more else None
+                if victim is None or (n_room < n_cells and n_room + self._n_evictable() < n_cells):
+                    return n_room >= n_cells
+                log.info("evicting pool %s: %d cells are needed, %d are there", victim.label, n_cells, n_room)
+                await self.sequences.evict(victim)
+                stats = await self._watch.refresh()
+            return True
+
+    async def wait_for(self, options: Callable[[], Sequence[int]], n_more: int = 0) -> int:
+        """Wait until one of these numbers of cells fits, and give its place in the list; the first one is preferred.
+
+        The caller promises in the same step.
+
+        Raises:  KvExhaustedForRequest (503), UpstreamError and its heirs
+        """
+        try:
+            async with asyncio.timeout(self.max_wait_s), self._line:
+                while True:
+                    self._changed.clear()
+                    wanted = options()
+                    for place, n_cells in enumerate(wanted):
+                        if await self.make(n_cells, n_more):
+                            return place
+                    if not self._may_come(min(wanted)):
+                        raise self._exhausted(min(wanted))
+                    await self._change()
+        except TimeoutError:
+            raise self._exhausted(min(options())) from None
+
+    async def relieve(self) -> None:
+        """Called by the heartbeat: running requests must not be cut short while pools lie there unused."""
+        stats = self._watch.stats
+        if stats is None or self.n_total is None:
+            return
+        n_busy = sum(1 for slot in stats.slots if not slot.idle)
+        if n_busy and self._n_room(stats) < GROWTH_CELLS * n_busy and self._victim() is not None:
+            await self.make(0, GROWTH_CELLS * n_busy)
+
+    def free_sequence_of(self) -> Pool | None:
+        """An automatic pool that nobody uses: its sequence may serve somebody who asks for one."""
+        in_use = self.in_use()
+        free = [p for p in self._tree if p.seq_id is not None and p.auto and not p.pin and p.pool_id not in in_use]
+        return min(free, key=lambda pool: pool.last_access_s, default=None)
+
+    def in_use(self) -> set[PoolId]:
+        """Pools of sessions (automatic ones: while they run), of requests and orders under way, and their holders."""
+        used = {p.pool_id for p in self._promises.values() if p.pool_id is not None} | self.sequences.working_on()
+        for session in self._sessions:
+            pool = self._tree.find(session.pool_id) if session.pool_id is not None and not session.closed else None
+            if pool is not None and (session.turns or not pool.auto):
+                used.add(pool.pool_id)
+        holders = (self._tree.holder(pool_id) for pool_id in used if pool_id in self._tree)
+        return used | {holder.pool_id for holder in holders if holder is not None}
+
+    # Counting ------------------------------------------------------------------------------------------------------
+
+    def _residents(self) -> list[Pool]:
+        return [pool for pool in self._tree if pool.seq_id is not None]
+
+    def _victim(self) -> Pool | None:
+        return choose_victim(self._tree, self._residents(), self.in_use())
+
+    def _n_evictable(self) -> int:
+        residents, in_use = self._residents(), self.in_use()
+        staying = [pool for pool in residents if pool.pin or pool.pool_id in in_use]
+        return held_cells(self._tree, residents) - held_cells(self._tree, staying)
+
+    def _n_room(self, stats: Stats) -> int:
+        """Cells that can be had without evicting anything, after all that was promised."""
+        if stats.cells is None:
+            return 0
+        n_room = _n_free_or_idle(stats)
+        residents = self._residents()
+        busy = [slot for slot in stats.slots if slot.state not in _NOT_STARTED]
+        if self.sequences.books_true:
+            seqs = {pool.seq_id for pool in residents}
+            private = sum(s.n_tokens - (s.n_pool_shared if s.pool_seq in seqs else 0) for s in busy)
+            n_room = max(n_room, stats.cells.total - held_cells(self._tree, residents) - private)
+        running = {slot.id for slot in busy}
+        promised = sum(p.n_cells for task, p in self._promises.items() if not self._arrived(task, p, running))
+        return n_room - promised - sum(_still_to_come(slot) for slot in busy)
+
+    def _arrived(self, task: "asyncio.Task[Any]", promise: _Promise, running: set[int]) -> bool:
+        """It is this task's own, or the stats show it already."""
+        if task is _this_task():
+            return True
+        session = self._sessions.get(promise.session) if promise.session is not None else None
+        return session is not None and any(turn.slot_id in running for turn in session.turns.values())
+
+    def _may_come(self, n_cells: int) -> bool:
+        """Whether somebody is at work whose end could make this fit."""
+        stats = self._watch.stats
+        if stats is None or stats.cells is None:
+            return False
+        others = any(task is not _this_task() for task in self._promises)
+        if not others and all(slot.idle for slot in stats.slots):
+            return False
+        of_sessions = {s.pool_id for s in self._sessions if not s.closed}
+        stay = [pool for pool in self._residents() if pool.pin or pool.pool_id in of_sessions]
+        return stats.cells.total - held_cells(self._tree, stay) >= n_cells
+
+    def _exhausted(self, n_cells: int) -> KvExhaustedForRequest:
+        stats = self._watch.stats
+        missing = max(1, n_cells - self._n_room(stats)) if stats is not None else None
+        return KvExhaustedForRequest(
+            f"the KV cache is full: this request needs {n_cells} cells, {missing} are missing", cells_missing=missing
+        )
+
+    async def _change(self) -> None:
+        try:
+            async with asyncio.timeout(LOOK_AGAIN_S):
+                await self._changed.wait()
+        except TimeoutError:
+            return
+
+
+def _n_free_or_idle(stats: Stats) -> int:
+    """What is free, and what idle slots hold alone."""
+    idle = (slot.n_tokens - slot.n_pool_shared for slot in stats.slots if slot.state in _NOT_STARTED)
+    return (stats.cells.free if stats.cells is not None else 0) + sum(idle)
+
+
+def _still_to_come(slot: SlotStats) -> int:
+    """Prompt tokens that a slot has yet to take cells for."""
+    return max(0, slot.n_prompt - slot.n_tokens) if slot.state == "prompt" else 0
+
+
+def _this_task() -> "asyncio.Task[Any]":
+    task = asyncio.current_task()
+    if task is None:
+        raise InvariantError("cells are promised to a task")
+    return task
