@@ -1,0 +1,109 @@
+"""Nobody starves and nobody takes the others down: the prefill quota of pools, and the rule for a full cache."""
+
+import time
+from typing import Any
+
+import pytest
+
+from .conftest import Launcher
+from .hooks import Engine, Running
+from .noise import Noise
+
+pytestmark = pytest.mark.engine
+
+# Four requests of 310 tokens do not fit into 1,024 cells, three do.
+FULL = ("-c", "1024", "--parallel", "4", "--kv-unified")
+N_PROMPT, N_PREDICT = 150, 160
+
+
+def outcomes(engine: Engine, noise: Noise) -> list[dict[str, Any]]:
+    """Four streams that outgrow the cache together: the last event of each."""
+    agents = [Running(engine, noise(seed, N_PROMPT), N_PREDICT, id_slot=seed) for seed in range(4)]
+    for agent in agents:
+        agent.start()
+    return [agent.last_event() for agent in agents]
+
+
+def test_full_cache_truncates_one_stream_and_stock_kills_all(launch: Launcher, noise: Noise) -> None:
+    patched, stock = launch("patched", "dense", *FULL, "--polykv-max-pools", "8"), launch("stock", "dense", *FULL)
+    alone = [patched.full(noise(seed, N_PROMPT), N_PREDICT).body["content"] for seed in range(4)]
+    for slot in range(4):
+        patched.erase(slot)
+
+    ended = outcomes(patched, noise)
+    assert [event.get("stop_type") for event in ended] == ["limit"] * 4
+    truncated = [seed for seed, event in enumerate(ended) if event["truncated"]]
+    assert len(truncated) == 1
+    for seed, event in enumerate(ended):
+        if seed in truncated:
+            assert alone[seed].startswith(event["content"].rstrip("\ufffd"))
+            assert 0 < event["tokens_predicted"] < N_PREDICT
+        else:
+            assert event["tokens_predicted"] == N_PREDICT
+    assert [event["error"]["code"] for event in outcomes(stock, noise)] == [500] * 4
+
+
+def test_pool_survives_a_full_cache(launch: Launcher, noise: Noise) -> None:
+    engine = launch("patched", "dense", *FULL, "--polykv-max-pools", "8")
+    trunk = noise(9, 200)
+    root = engine.materialize(trunk)
+    outcomes(engine, noise)
+    done = engine.ask(trunk + noise(10, 20), 16, slot=0, pool=root["seq"])
+    assert done.pool_n == 200
+    assert done.tokens == engine.full(trunk + noise(10, 20), 16, slot=1).tokens
+
+
+def test_materialize_without_room_leaves_streams_alone(launch: Launcher, noise: Noise) -> None:
+    """Fits when it starts, no longer when the stream has grown: 507 for the pool, and the stream goes on."""
+    engine = launch("patched", "dense", *FULL, "--polykv-max-pools", "8", "-b", "64", "-ub", "64")
+    quiet = engine.full(noise(1, 100), 700, slot=0).body["content"]
+    engine.erase(0)
+    with Running(engine, noise(1, 100), 700, id_slot=0) as agent:
+        response = engine.http.post(
+            "/polykv/engine/pools", json={"op": "materialize", "tokens": noise(2, 850), "seq": -1, "parent_seq": -1}
+        )
+        last = agent.finished()
+    assert response.status_code in {200, 507}
+    if response.status_code == 507:
+        assert response.json()["error"]["need"] > 0
+        assert last["content"] == quiet
+    else:
+        assert last["truncated"] is True
+
+
+# Prefill quota ----------------------------------------------------------------------------------------------------
+
+QUOTA_FLAGS = ("-b", "2048", "-t", "2", "--no-cache-idle-slots")
+N_POOL = 1740
+
+
+@pytest.fixture
+def with_and_without(launch: Launcher) -> tuple[Engine, Engine]:
+    """The default quota, and none."""
+    return launch.pooled("chat", *QUOTA_FLAGS), launch.pooled("chat", *QUOTA_FLAGS, "--polykv-prefill-quota", "0")
+
+
+def gap_and_total(engine: Engine, tokens: list[int], prompt: list[int]) -> tuple[float, float]:
+    """A stream's longest wait for a token while a pool is made, and how long that took. Seconds."""
+    with Running(engine, prompt, 2000, id_slot=0, ignore_eos=True) as agent:
+        time.sleep(0.3)
+        began = time.perf_counter()
+        made = engine.materialize(tokens)
+        total = time.perf_counter() - began
+        arrivals = [at for at in [*agent.arrivals] if at >= began - 0.1]
+        longest = max(b - a for a, b in zip(arrivals, [*arrivals[1:], time.perf_counter()], strict=True))
+        agent.leave()
+    engine.free(made["seq"])
+    return longest, total
+
+
+def test_quota_bounds_the_gap_of_a_running_stream(with_and_without: tuple[Engine, Engine], noise: Noise) -> None:
+    """Longest gap at most a quarter, total time within a tenth; each arm by its best of two alternating rounds."""
+    measured: list[list[tuple[float, float]]] = [[], []]
+    for round_ in range(2):
+        for arm, engine in enumerate(with_and_without):
+            measured[arm].append(gap_and_total(engine, noise(round_, N_POOL), noise(50 + round_, 20)))
+    (gap, total), (gap_without, total_without) = ([min(each) for each in zip(*arm, strict=True)] for arm in measured)
+    print(f"gap {gap:.2f} s and {gap_without:.2f} s without; total {total:.2f} s and {total_without:.2f} s")
+    assert gap <= gap_without / 4
+    assert total <= 1.1 * total_without
