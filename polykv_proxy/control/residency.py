@@ -14,39 +14,30 @@ Rules it keeps:
 
 import asyncio
 import contextlib
-import itertools
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from polykv_proxy.control.room import Room
+from polykv_proxy.control.sequences import EngineSequences
 from polykv_proxy.control.watch import EngineWatch
 from polykv_proxy.errors import (
-    EngineHung,
     InvariantError,
     KvExhausted,
-    PolyKVError,
     PoolNotFound,
     PrefixMismatch,
     SeqIdsExhausted,
     SequenceGone,
-    UpstreamError,
     UpstreamRestarted,
-    UpstreamTimeout,
-    UpstreamUnavailable,
 )
 from polykv_proxy.ids import PoolId, SeqId
 from polykv_proxy.tree.pool import Pool
-from polykv_proxy.tree.prefix import Tokens, hash_tokens
+from polykv_proxy.tree.prefix import Tokens
 from polykv_proxy.tree.tree import PoolTree
 from polykv_proxy.upstream import EngineClient, Materialized, PoolList
 
 log = logging.getLogger("polykv.residency")
-
-LOOK_AGAIN_S = 0.2
-STALL_S = 60.0
-"""A prefill shows progress in the stats with every batch; the slowest machine needs seconds for one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,25 +55,20 @@ class _Flight:
     n_waiters: int = 0
 
 
-class Residency:
+class Residency(EngineSequences):
     """The only one who asks the engine for sequences or gives them back."""
 
     def __init__(self, tree: PoolTree, engine: EngineClient, watch: EngineWatch, room: Room):
-        self._tree, self._engine, self._watch, self._room = tree, engine, watch, room
+        super().__init__(engine, watch)
+        self._tree, self._room = tree, room
         room.sequences = self
-        self.stall_s = STALL_S
         self._flights: dict[PoolId, _Flight] = {}
-        self._tags: set[str] = set()
-        self._numbers = itertools.count(1)
-        self._giving: set[SeqId] = set()
         self._needed: Counter[PoolId] = Counter()
         self._evictions: set[asyncio.Task[int | None]] = set()
+        self._n_evicted = 0
         self._reconciling = asyncio.Lock()
         # The engine prefills one pool at a time. Here the others wait where they can be seen and cancelled.
         self._service = asyncio.Lock()
-        self._n_changes = self._n_evicted = 0
-        self.unsure = True
-        """The engine may hold sequences nobody owns, or have lost some of ours."""
 
     @property
     def books_true(self) -> bool:
@@ -231,13 +217,13 @@ class Residency:
                         n_cells = len(tokens) - (branch_pos if source is not None else 0)
                         await self._make_room(n_cells)
                         try:
-                            made = await self._materialize(tokens, source, branch_pos, tag)
+                            made = await self.prefill(tokens, source, branch_pos, tag)
                             self._room.kept(n_cells)
                             return made, source is not None
                         except (KvExhausted, SeqIdsExhausted) as e:
-                            if not await self._made_more_room(e, n_cells):
-                                raise
-                            continue
+                            if await self._made_more_room(e, n_cells):
+                                continue
+                            raise
                         except (SequenceGone, PrefixMismatch):
                             # The parent's cells went away, or another pool lives there, between look and order.
                             self.unsure = True
@@ -268,46 +254,11 @@ class Residency:
                 await self.evict(unused)
         else:
             await self._room.make(n_cells)
+            missing = refused.extra.get("cells_missing")
+            if missing is not None:
+                # What could go, and would not be enough, is still there.
+                refused.extra["cells_missing"] = max(1, missing - self._room.n_evictable())
         return self._n_evicted > before
-
-    async def _materialize(self, tokens: Tokens, source: SeqId | None, branch_pos: int, tag: str) -> Materialized:
-        """One order, followed to its end; believed only when the hash of what the engine holds is right."""
-        epoch = self._watch.epoch
-        try:
-            made = await self._order(tokens, source, branch_pos, tag)
-        except EngineHung:
-            raise
-        except (UpstreamUnavailable, UpstreamTimeout) as e:
-            made = await self._look_for(tag, e)
-        if self._watch.sleeping:
-            await self._watch.refresh()  # it is awake now, to a new epoch
-        if made.epoch not in (None, self._watch.epoch) or epoch != self._watch.epoch:
-            await self._watch.refresh()
-            made = await self._look_for(tag, UpstreamRestarted("the engine was restarted meanwhile"))
-        if int(made.tokens_hash, 16) != hash_tokens(tokens) or made.n_tokens != len(tokens):
-            await self.give_back(SeqId(made.seq))
-            raise UpstreamError("the engine holds other tokens than were ordered")
-        return made
-
-    async def _order(self, tokens: Tokens, source: SeqId | None, branch_pos: int, tag: str) -> Materialized:
-        """Order, and give up an engine that gets nowhere. Raises EngineHung (504), and what the engine answers."""
-        order = asyncio.create_task(
-            self._engine.materialize(
-                tokens,
-                tag=tag,
-                parent_seq=-1 if source is None else source,
-                branch_pos=0 if source is None else branch_pos,
-            )
-        )
-        progress = _Progress(self._watch, self.stall_s)
-        try:
-            while not (await asyncio.wait([order], timeout=progress.look_s))[0]:
-                progress.check()
-            return order.result()
-        finally:
-            if not order.done():
-                order.cancel()
-                await asyncio.wait([order])
 
     async def snapshot(self, id_slot: int, what: str) -> Materialized:
         """Share all cells of a slot, and get their tokens. Adopt it or give it back in the same step.
@@ -333,64 +284,6 @@ class Residency:
         if made.epoch not in (None, self._watch.epoch):
             await self._watch.refresh()
         return made
-
-    async def _look_for(self, tag: str, lost: PolyKVError) -> Materialized:
-        """The answer got lost: the engine may still be at it. Follow its tag until it is ready or gone."""
-        progress = _Progress(self._watch, self.stall_s)
-        while True:
-            progress.check()
-            listed = await self._engine.list_pools()
-            if listed.epoch != self._watch.epoch:
-                await self._watch.refresh()
-                continue
-            found = next((p for p in listed.pools if p.tag == tag and p.state != "free"), None)
-            if found is None:
-                raise lost
-            if found.state == "ready" and found.tokens_hash:
-                return Materialized(
-                    seq=found.seq,
-                    gen=found.gen,
-                    epoch=listed.epoch,
-                    n_tokens=found.n_tokens,
-                    tokens_hash=found.tokens_hash,
-                    parent_seq=found.parent_seq,
-                    branch_pos=found.branch_pos,
-                )
-            await asyncio.sleep(LOOK_AGAIN_S)
-
-    async def give_back(self, seq_id: SeqId) -> int | None:
-        """Free a sequence. Gives the cells in use afterwards; None when the engine could not be asked (done later)."""
-        self.claim([seq_id])
-        return await self._free(seq_id)
-
-    def claim(self, seq_ids: Iterable[SeqId]) -> None:
-        """These will be given back by the caller, in this very step or right after: nobody else may free them.
-
-        A sequence is freed by number, so freeing it twice could hit the next pool that lives in it.
-        """
-        self._giving.update(seq_ids)
-        self._n_changes += 1
-
-    async def give_back_claimed(self, seq_ids: Iterable[SeqId]) -> int | None:
-        """Free what was claimed. Gives the cells in use after the last one."""
-        used = None
-        for seq_id in seq_ids:
-            used = await self._free(seq_id)
-        return used
-
-    async def _free(self, seq_id: SeqId) -> int | None:
-        try:
-            freed = await self._engine.free(seq_id)
-        except SequenceGone:
-            return None
-        except PolyKVError as e:
-            self.unsure = True
-            log.warning("sequence %d stays for now: %s", seq_id, e.message)
-            return None
-        finally:
-            self._giving.discard(seq_id)
-            self._n_changes += 1
-        return freed.cells.used if freed.cells is not None else None
 
     # Keeping the books true ----------------------------------------------------------------------------------------
 
@@ -454,22 +347,3 @@ class Residency:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-class _Progress:
-    """Whether the engine gets on with a prefill, by the stats of the heartbeat."""
-
-    def __init__(self, watch: EngineWatch, stall_s: float):
-        self._watch, self._stall_s = watch, stall_s
-        self.look_s = min(1.0, stall_s / 4)
-        self._seen: object = None
-        self._since_s = asyncio.get_running_loop().time()
-
-    def check(self) -> None:
-        """Raises EngineHung when nothing moved for too long."""
-        now_s = asyncio.get_running_loop().time()
-        seen = (self._watch.epoch, self._watch.stats.service if self._watch.stats is not None else None)
-        if seen != self._seen:
-            self._seen, self._since_s = seen, now_s
-        elif now_s - self._since_s >= self._stall_s:
-            raise EngineHung(f"the engine did not get on with a pool for {self._stall_s:.0f} s")

@@ -155,7 +155,7 @@ class Room:
             while stats is not None and self.n_total is not None:
                 n_room = self._n_room(stats)
                 victim = self._victim() if n_room < n_cells + n_more else None
-                if victim is None or (n_room < n_cells and n_room + self._n_evictable() < n_cells):
+                if victim is None or (n_room < n_cells and n_room + self.n_evictable() < n_cells):
                     return n_room >= n_cells
                 log.info("evicting pool %s: %d cells are needed, %d are there", victim.label, n_cells, n_room)
                 await self.sequences.evict(victim)
@@ -216,7 +216,8 @@ class Room:
     def _victim(self) -> Pool | None:
         return choose_victim(self._tree, self._residents(), self.in_use())
 
-    def _n_evictable(self) -> int:
+    def n_evictable(self) -> int:
+        """Cells that evicting everything that nobody uses would give."""
         residents, in_use = self._residents(), self.in_use()
         staying = [pool for pool in residents if pool.pin or pool.pool_id in in_use]
         return held_cells(self._tree, residents) - held_cells(self._tree, staying)

@@ -1,0 +1,297 @@
+"""A full cache: who is evicted, who waits for whom, and who is told that there is no room."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from polykv_proxy.control import AttachPlan, AttachRequest, Outcome
+from polykv_proxy.errors import KvExhaustedForRequest
+from polykv_proxy.slots import Ticket
+from tests.control.conftest import Plane, eventually, planes
+from tests.fake_engine import FakeEngine, Hold
+
+PATH = "/completion"
+PARENT = "/polykv/pools/parent/fork"
+
+
+async def decide(plane: Plane, prompt: Any, **kw: Any) -> AttachPlan:
+    body = {"prompt": prompt, "n_predict": 0}
+    return await plane.control.decide_attach(AttachRequest(path=PATH, body=body, **kw))
+
+
+def residencies(plane: Plane) -> dict[str | None, str]:
+    return {pool.name: pool.residency for pool in plane.control.tree}
+
+
+def n_stats(plane: Plane) -> int:
+    return len(plane.engine.requests("/polykv/engine/stats"))
+
+
+class Running:
+    """A request that holds a slot of the engine, and its promise, until ``end``."""
+
+    def __init__(self, plane: Plane, prompt: str, session: str):
+        self.hold = Hold()
+        plane.engine.on(PATH, "prefill", self.hold)
+        self.task = asyncio.create_task(self._run(plane, prompt, session))
+
+    async def _run(self, plane: Plane, prompt: str, session: str) -> None:
+        plan = await decide(plane, prompt, session=session)
+        books = plane.control.sessions
+        turn = books.begin(books.name(session, 0.0), 0.0)
+        turn.sent(0.0, 0)
+        async with plane.session.post(
+            plane.engine.url + PATH, json={"prompt": prompt, "n_predict": 0, "id_slot": 0}
+        ) as r:
+            assert r.status == 200
+        del turn.session.turns[turn.turn_id]
+        plane.control.settle(plan, Outcome(status=200))
+
+    async def end(self) -> None:
+        self.hold.release()
+        await self.task
+
+
+@pytest.fixture
+async def engine():
+    async with FakeEngine(n_cells=1000) as engine:
+        yield engine
+
+
+async def test_a_roomy_cache_costs_no_question():
+    async with FakeEngine(n_cells=16384) as engine, planes(engine, heartbeat_s=60) as plane:
+        await plane.create(tokens=[1] * 300)
+        before = n_stats(plane)
+        for i in range(20):
+            await decide(plane, [1] * 300 + [i])
+        assert n_stats(plane) == before
+
+
+async def test_the_least_recently_used_pools_leave_and_no_more_than_needed(plane):
+    for i in range(3):
+        await plane.create(tokens=[i] * 300, name=f"p{i}")
+    plan = await decide(plane, "x" * 500)
+    assert plan.pool_id is None
+    assert residencies(plane) == {"p0": "cold", "p1": "cold", "p2": "resident"}
+    assert plane.engine.cache.used() == 300
+
+
+async def test_an_evicted_pool_comes_back_for_who_wants_it(plane):
+    for i in range(3):
+        await plane.create(tokens=[i] * 300, name=f"p{i}")
+    await decide(plane, "x" * 300)
+    assert residencies(plane)["p0"] == "cold"
+    plane.control.room.settled()
+    plan = await decide(plane, [0] * 300 + [7] * 200, pool_ref="p0")
+    assert (plan.pool_id, plan.prefix_n_tokens, plan.miss_reason) == (1, 300, None)
+    assert residencies(plane) == {"p0": "resident", "p1": "cold", "p2": "resident"}
+
+
+async def test_the_pool_of_the_request_itself_is_not_evicted_for_it(plane):
+    await plane.create(tokens=[1] * 500, name="own")
+    await plane.create(tokens=[2] * 300, name="other")
+    plan = await decide(plane, [1] * 500 + [3] * 400, pool_ref="own")
+    assert (plan.pool_id, residencies(plane)) == (1, {"own": "resident", "other": "cold"})
+
+
+async def test_what_is_pinned_or_attached_stays_and_the_request_is_told_at_once(plane):
+    await plane.create(tokens=[1] * 300, pin=True, name="pinned")
+    await plane.create(tokens=[2] * 300, name="attached")
+    plane.control.sessions.name("s", plane.control.clock()).pool_id = 2
+    with pytest.raises(KvExhaustedForRequest) as e:
+        await decide(plane, "x" * 500)
+    assert (e.value.status, e.value.code, e.value.retry_after_s) == (503, "kv_exhausted", 1.0)
+    assert e.value.extra["cells_missing"] == 500 + 1 - 400
+    assert set(residencies(plane).values()) == {"resident"}
+
+
+async def test_nothing_is_evicted_in_vain(plane):
+    await plane.create(tokens=[1] * 600, pin=True)
+    await plane.create(tokens=[2] * 100)
+    with pytest.raises(KvExhaustedForRequest):
+        await decide(plane, "x" * 500)
+    assert set(residencies(plane).values()) == {"resident"}
+
+
+async def test_cells_that_idle_slots_hold_count_as_free(plane):
+    async with plane.session.post(plane.engine.url + PATH, json={"prompt": "y" * 900, "n_predict": 0}):
+        pass
+    await plane.create(tokens=[1] * 50, name="stays")
+    assert plane.engine.cache.used() == 950
+    await decide(plane, "x" * 700)
+    assert residencies(plane) == {"stays": "resident"}
+
+
+async def test_a_request_waits_for_one_that_runs_and_goes_when_it_ends(plane):
+    await plane.create(tokens=[1] * 16, pin=True)
+    running = Running(plane, "y" * 700, "a")
+    await running.hold.reached()
+    waiting = asyncio.create_task(decide(plane, "x" * 500))
+    await asyncio.sleep(0.1)
+    assert not waiting.done()
+    await running.end()
+    assert (await waiting).miss_reason == "diverged"
+
+
+async def test_promised_cells_are_not_promised_again(plane):
+    """Two requests that would fit alone: the second waits until the first was settled."""
+    await plane.create(tokens=[1] * 16, pin=True)
+    go = asyncio.Event()
+
+    async def first() -> None:
+        plan = await decide(plane, "y" * 700)
+        await go.wait()
+        plane.control.settle(plan, Outcome(status=200))
+
+    one = asyncio.create_task(first())
+    await eventually(lambda: len(plane.control.room._promises) == 1)
+    two = asyncio.create_task(decide(plane, "x" * 500))
+    await asyncio.sleep(0.1)
+    assert not two.done()
+    go.set()
+    await asyncio.gather(one, two)
+
+
+async def test_who_waits_is_served_in_order_and_may_leave(plane):
+    await plane.create(tokens=[1] * 16, pin=True)
+    running = Running(plane, "y" * 700, "a")
+    await running.hold.reached()
+    order: list[str] = []
+
+    async def wait(name: str, n: int) -> None:
+        plan = await decide(plane, name * n)
+        order.append(name)
+        plane.control.settle(plan, Outcome(status=200))
+
+    tasks = []
+    for name, n in (("b", 800), ("c", 500), ("d", 400)):  # the last would be the first to fit
+        tasks.append(asyncio.create_task(wait(name, n)))
+        await asyncio.sleep(0.02)
+    tasks[1].cancel()
+    await running.end()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert order == ["b", "d"]
+    assert not plane.control.room._line.locked()
+
+
+async def test_the_wait_is_bounded(plane):
+    await plane.create(tokens=[1] * 16, pin=True)
+    plane.control.room.max_wait_s = 0.1
+    running = Running(plane, "y" * 700, "a")
+    await running.hold.reached()
+    with pytest.raises(KvExhaustedForRequest):
+        await decide(plane, "x" * 500)
+    await running.end()
+    assert (await decide(plane, "x" * 500)).miss_reason == "diverged"
+
+
+async def test_who_can_never_fit_does_not_wait(plane):
+    await plane.create(tokens=[1] * 600, pin=True)
+    running = Running(plane, "y" * 100, "a")
+    await running.hold.reached()
+    with pytest.raises(KvExhaustedForRequest):
+        await asyncio.wait_for(decide(plane, "x" * 500), 2)
+    await running.end()
+
+
+async def test_a_cold_pool_that_does_not_fit_is_no_reason_to_refuse(plane):
+    """It diverges early: without the pool the request needs less than with it."""
+    await plane.create(tokens=[2] * 600, name="big")
+    await plane.engine.restart()
+    await plane.control.refresh()
+    await plane.create(tokens=[1] * 500, pin=True)
+    plan = await decide(plane, [2] * 100 + [3] * 100, pool_ref="big")
+    assert (plan.pool_id, plan.miss_reason, plan.asked) == (None, "not_resident", 1)
+
+
+async def test_running_requests_are_relieved_of_unused_pools(engine):
+    async with planes(engine) as plane:
+        await plane.create(tokens=[1] * 700, name="idle")
+        running = Running(plane, "y" * 200, "a")
+        await running.hold.reached()
+        await eventually(lambda: residencies(plane)["idle"] == "cold")
+        await running.end()
+
+
+async def test_requests_in_line_for_a_slot_are_not_counted_yet(plane):
+    """Their turn comes when somebody else is done; then they are decided anew."""
+    await plane.create(tokens=[1] * 16, pin=True)
+    for i in range(4):
+        plane.control.slots.request(Ticket(i), 0.0)
+    plans = await asyncio.gather(*(decide(plane, f"{i}" * 900) for i in range(5)))
+    assert [plan.miss_reason for plan in plans] == ["diverged"] * 5
+
+
+# Orders --------------------------------------------------------------------------------------------------------------
+
+
+async def test_create_and_fork_evict_but_not_what_they_need():
+    async with FakeEngine(n_cells=1000, n_ctx_slot=2000) as engine, planes(engine) as plane:
+        await plane.create(tokens=[1] * 400, name="parent")
+        await plane.create(tokens=[2] * 400, name="other")
+        child = await plane.fork("parent", own_tokens=[3] * 500)
+        assert (child["branch_pos"], child["residency"]) == (400, "resident")
+        assert residencies(plane) == {"parent": "resident", "other": "cold", None: "resident"}
+        error = await plane.refused(507, "kv_exhausted", "POST", PARENT, {"own_tokens": [4] * 650})
+        assert error["cells_missing"] == 400 + 650 - 1000  # the child of 500 could go, and it would not be enough
+        assert residencies(plane)[None] == "resident"
+
+
+async def test_an_unused_automatic_pool_gives_its_sequence():
+    async with FakeEngine(max_pools=2) as engine, planes(engine) as plane:
+        await plane.create(tokens=[9] * 20, name="ordered")
+        async with plane.session.post(engine.url + PATH, json={"prompt": "y" * 40, "n_predict": 0, "id_slot": 1}):
+            pass
+        plan = await decide(plane, "y" * 50, legacy_slot=1)
+        assert [pool.auto for pool in plane.control.tree] == [False, True]
+        await plane.refused(503, "seq_ids_exhausted", "POST", "/polykv/pools", {"tokens": [3]})  # it is in use
+        plane.control.settle(plan, Outcome(status=200))
+        await plane.create(tokens=[3], name="new")
+        assert [pool.residency for pool in plane.control.tree] == ["resident", "cold", "resident"]
+
+
+async def test_a_slot_has_one_automatic_pool_and_none_that_nobody_asked_for(plane):
+    async def snapshot(text: str, prompt: str) -> AttachPlan:
+        async with plane.session.post(plane.engine.url + PATH, json={"prompt": text, "n_predict": 0, "id_slot": 1}):
+            pass
+        plan = await decide(plane, prompt, legacy_slot=1)
+        plane.control.settle(plan, Outcome(status=200))
+        return plan
+
+    assert (await snapshot("a" * 40, "b" * 40)).miss_reason == "diverged"
+    assert (len(plane.control.tree), plane.engine.ready_pools()) == (0, [])
+    for letter in "cde":
+        assert (await snapshot(letter * 40, letter * 50)).prefix_n_tokens == 40
+        assert [pool.auto for pool in plane.control.tree] == [True]
+        assert len(plane.engine.ready_pools()) == 1
+
+
+# An engine that hangs ------------------------------------------------------------------------------------------------
+
+
+async def test_a_prefill_that_gets_nowhere_is_given_up(plane):
+    plane.control.residency.stall_s = 0.2
+    hold = Hold()
+    plane.engine.on("materialize", "request", hold)
+    await plane.refused(504, "upstream_timeout", "POST", "/polykv/pools", {"tokens": [1] * 10})
+    hold.release()
+    await plane.create(tokens=[1] * 10)
+
+
+async def test_a_slow_prefill_is_not(plane):
+    plane.control.residency.stall_s = 0.3
+    plane.engine.prefill_s = 0.002  # 0.13 s for a batch of 64
+    assert (await plane.create(tokens=[1] * 400))["residency"] == "resident"
+
+
+async def test_a_request_whose_pool_hangs_goes_without(plane):
+    await plane.create(tokens=[1] * 100, name="base")
+    await plane.engine.restart()
+    await plane.control.refresh()
+    plane.control.residency.stall_s = 0.2
+    hold = Hold()
+    plane.engine.on("materialize", "request", hold)
+    plan = await decide(plane, [1] * 110, pool_ref="base")
+    assert (plan.pool_id, plan.miss_reason) == (None, "not_resident")
+    hold.release()
