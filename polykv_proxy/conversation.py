@@ -67,7 +67,11 @@ class Conversation:
 
     def covers(self, mark: Mark) -> bool:
         """Whether it begins with all that ``mark`` stands for."""
-        return mark.scope == self.scope and mark.length <= len(self) and self.mark_at(mark.length) == mark
+        if mark.scope != self.scope or mark.length > len(self) or mark.is_text is not self.is_text:
+            return False
+        if self._chain is not None:
+            return self._chain[mark.length - 1] == mark.digest
+        return self.mark_at(mark.length) == mark
 
     def answered_at(self, length: int) -> bool:
         """Whether an assistant's answer follows the first ``length`` messages: a next turn, not a repeated one."""

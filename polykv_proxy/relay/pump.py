@@ -45,12 +45,27 @@ class RelayedResponse(web.StreamResponse):
         self._added = [name for name in _ADDED_BY_AIOHTTP if name not in self.headers]
         # A head with a length travels with the first piece of its body, as llama-server sends it; of a stream it goes
         # ahead.
-        self._send_headers_immediately = "Content-Length" not in self.headers
+        sized = "Content-Length" in self.headers
+        self._send_headers_immediately = not sized
+        self._plain = sized and status == 200 and "Connection" not in self.headers
 
     async def _prepare_headers(self) -> None:
+        """What aiohttp's does for a reply with a body of known length on a connection that stays: nothing to add."""
+        request, headers = self._req, self.headers
+        if (
+            self._plain
+            and self._keep_alive is None
+            and request is not None
+            and request.keep_alive
+            and request.method in ("POST", "GET")
+            and request.version == HttpVersion11
+        ):
+            self._keep_alive = True
+            request.writer.length = int(headers["Content-Length"])
+            return
         await super()._prepare_headers()
         for name in self._added:
-            self.headers.popall(name, None)
+            headers.popall(name, None)
 
 
 def check_framing(request: web.Request) -> None:
@@ -72,7 +87,10 @@ def raw_headers_of(request: web.Request, drop: frozenset[str] = frozenset()) -> 
 
 
 def is_sse(upstream: UpstreamResponse) -> bool:
-    return upstream.content_type == "text/event-stream"
+    for name, value in upstream.headers:
+        if len(name) == 12 and name.lower() == "content-type":
+            return value.partition(";")[0].strip().lower() == "text/event-stream"
+    return False
 
 
 async def read_body(request: web.Request, limit: int) -> bytes:
