@@ -129,9 +129,17 @@ class BranchNotExact(RequestError):
 
 
 class ContextLengthExceeded(RequestError):
-    """llama-server's own shape: ``n_prompt_tokens`` and ``n_ctx`` in the body."""
+    """llama-server's own shape: its type, ``n_prompt_tokens`` and ``n_ctx`` in the body."""
 
     code = "context_length_exceeded"
+
+    def __init__(self, *, n_prompt_tokens: int, n_ctx: int):
+        super().__init__(
+            f"the prefix ({n_prompt_tokens} tokens) exceeds the available context size ({n_ctx} tokens)",
+            type="exceed_context_size_error",
+            n_prompt_tokens=n_prompt_tokens,
+            n_ctx=n_ctx,
+        )
 
 
 # Nothing free right now --------------------------------------------------------------------------------------------

@@ -7,6 +7,9 @@ from polykv_proxy.errors import InvariantError
 from polykv_proxy.ids import PoolId, SeqId, SessionId
 
 
+_KINDS = ("tokens", "own_tokens", "prompt", "messages", "from_session")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
     """Where a pool's tokens come from: exactly one of the five.
@@ -23,9 +26,13 @@ class Source:
     from_session: SessionId | None = None
 
     def __post_init__(self) -> None:
-        given = (self.tokens, self.own_tokens, self.prompt, self.messages, self.from_session)
-        if sum(x is not None for x in given) != 1:
+        if sum(getattr(self, kind) is not None for kind in _KINDS) != 1:
             raise InvariantError("a source has exactly one of its five kinds")
+
+    @property
+    def kind(self) -> str:
+        """The field that was given."""
+        return next(kind for kind in _KINDS if getattr(self, kind) is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

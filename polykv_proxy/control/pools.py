@@ -15,7 +15,7 @@ from polykv_proxy.control.snapshots import Snapshots
 from polykv_proxy.control.sources import CHAT, fetch_tokens
 from polykv_proxy.control.views import Views, pool_answer
 from polykv_proxy.control.watch import EngineWatch
-from polykv_proxy.errors import BranchNotExact, PoolHasChildren, PoolInUse, UpstreamError
+from polykv_proxy.errors import BranchNotExact, PoolHasChildren, PoolInUse, RequestError, UpstreamError
 from polykv_proxy.ids import PoolId, SeqId, SessionId, SlotId
 from polykv_proxy.sessions import SessionBook
 from polykv_proxy.tree.pool import Pool, PoolPlan
@@ -54,8 +54,9 @@ class PoolWork:
         await self._require_sharing()
         if order.source.from_session is not None:
             return await self._create_from_session(order, order.source.from_session)
-        tokens = await fetch_tokens(self._engine, order.source)
-        plan = self._tree.plan_root(tokens, name=order.name)
+        with _naming(order.source):
+            tokens = self._in_vocabulary(await fetch_tokens(self._engine, order.source), order.source)
+            plan = self._tree.plan_root(tokens, name=order.name)
         began_s = self._clock()
         with self._dropped_on_failure(plan):
             made, _ = await self._residency.materialize(tokens, None, 0, plan.pool_id)
@@ -67,12 +68,13 @@ class PoolWork:
         source = order.source
         if source.from_session is not None:
             return await self._fork_from_session(parent, order, source.from_session)
-        if source.own_tokens is not None:
-            own = make_tokens(source.own_tokens, param="own_tokens")
-            plan = self._tree.plan_fork_own(parent.pool_id, own, branch_pos=order.branch_pos, name=order.name)
-        else:
-            tokens = await fetch_tokens(self._engine, source)
-            plan = self._tree.plan_fork(parent.pool_id, tokens, branch_pos=order.branch_pos, name=order.name)
+        with _naming(source):
+            if source.own_tokens is not None:
+                own = self._in_vocabulary(make_tokens(source.own_tokens, param="own_tokens"), source)
+                plan = self._tree.plan_fork_own(parent.pool_id, own, branch_pos=order.branch_pos, name=order.name)
+            else:
+                tokens = self._in_vocabulary(await fetch_tokens(self._engine, source), source)
+                plan = self._tree.plan_fork(parent.pool_id, tokens, branch_pos=order.branch_pos, name=order.name)
         began_s = self._clock()
         with self._dropped_on_failure(plan), self._residency.using(parent):
             if self._residency.held(parent) is not None or self._residency.n_free() > 1:
@@ -109,6 +111,17 @@ class PoolWork:
         self._learn_messages(pool, order.source)
         log.info("pool %s: [%d, %d) in sequence %d", pool.label, pool.branch_pos, pool.prefix_len, made.seq)
         return pool_answer(pool) | {"materialize_ms": round((now_s - began_s) * 1e3, 1)}
+
+    def _in_vocabulary(self, tokens: Tokens, source: Source) -> Tokens:
+        """Check ids that a caller made up. Raises RequestError (400) naming the first bad position."""
+        n_vocab = self._watch.stats.model.n_vocab if self._watch.stats is not None else None
+        if n_vocab is not None and source.kind in ("tokens", "own_tokens") and max(tokens, default=0) >= n_vocab:
+            at = next(i for i, token in enumerate(tokens) if token >= n_vocab)
+            raise RequestError(
+                f"{source.kind}[{at}] is no token id of this model: {tokens[at]} is not below {n_vocab}",
+                param=source.kind,
+            )
+        return tokens
 
     def _learn_messages(self, pool: Pool, source: Source) -> None:
         if source.messages is None:
@@ -215,3 +228,14 @@ class PoolWork:
             self._tree_changed()
             self._sessions.released(pool_id)
             await self._residency.give_back_claimed(seq_ids)
+
+
+@contextlib.contextmanager
+def _naming(source: Source) -> Iterator[None]:
+    """What is wrong with the tokens is wrong with the field that they were made of."""
+    try:
+        yield
+    except RequestError as e:
+        if e.param in (None, "tokens"):
+            e.param = source.kind
+        raise

@@ -23,6 +23,7 @@ from polykv_proxy.control.room import Room
 from polykv_proxy.control.sequences import EngineSequences
 from polykv_proxy.control.watch import EngineWatch
 from polykv_proxy.errors import (
+    ContextLengthExceeded,
     InvariantError,
     KvExhausted,
     PoolNotFound,
@@ -205,8 +206,11 @@ class Residency(EngineSequences):
         The caller must adopt the sequence or give it back in the same step. When nobody holds the parent's range, all
         of [0, L) is prefilled.
 
-        Raises:  as ``ensure``
+        Raises:  ContextLengthExceeded (400), and as ``ensure``
         """
+        n_ctx = self._watch.stats.n_ctx_slot if self._watch.stats is not None else None
+        if n_ctx is not None and len(tokens) >= n_ctx:
+            raise ContextLengthExceeded(n_prompt_tokens=len(tokens), n_ctx=n_ctx)  # before anybody is evicted for it
         tag = f"pool-{pool_id}.{next(self._numbers)}"
         self._tags.add(tag)
         try:

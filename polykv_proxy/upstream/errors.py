@@ -11,6 +11,7 @@ import aiohttp
 
 from polykv_proxy.errors import (
     ConnectFailed,
+    ContextLengthExceeded,
     EngineOwned,
     EngineRefused,
     EngineUnpatched,
@@ -72,6 +73,9 @@ def map_hook_answer(status: int, body: Any, op: str) -> PolyKVError:
         return UpstreamError(f"the engine refuses the key of POLYKV_UPSTREAM_API_KEY ({op}: {message})")
     if status == 503 and not ours:
         return UpstreamLoading(f"the engine is not ready: {message}")
+    n_tokens, n_ctx = error.get("n_tokens"), error.get("n_ctx")
+    if status == 400 and ours and isinstance(n_tokens, int) and isinstance(n_ctx, int):
+        return ContextLengthExceeded(n_prompt_tokens=n_tokens, n_ctx=n_ctx)
     if (status == 400 and ours) or (op == "render" and status in (400, 500)):
         # A template that refuses its messages throws, which llama-server answers with 500.
         return RequestError(message)

@@ -24,7 +24,17 @@ MADE = {
 }
 TOP = {"pools", "tree_depth", "seq_ids_used", "seq_ids_max", "kv_cells_used", "kv_cells_total"}
 POOL = {
-    *("pool_id", "parent", "branch_pos", "prefix_len", "own_kv_bytes", "subtree_kv_bytes", "residency", "pinned"),
+    *(
+        "pool_id",
+        "parent",
+        "branch_pos",
+        "prefix_len",
+        "own_kv_bytes",
+        "subtree_kv_bytes",
+        "warm_bytes",
+        "residency",
+        "pinned",
+    ),
     *("last_access_ts", "children", "sessions", "name", "own_n_tokens", "seq_id", "orphaned_pin", "hits", "queries"),
 }
 OF_POOL = {
@@ -177,3 +187,20 @@ async def test_slots_props_and_metrics_are_the_engines(proxy: Proxy) -> None:
     assert len((await proxy.client.get("/slots")).json()) == 4
     assert (await proxy.client.get("/props")).json()["total_slots"] == 4
     assert "llamacpp:tokens_predicted_total" in (await proxy.client.get("/metrics")).text
+
+
+async def test_what_an_engine_that_is_away_holds_is_unknown(engine: FakeEngine, proxy: Proxy) -> None:
+    await made(proxy, prompt=TEXT)
+    await engine.kill()
+    view = (await proxy.client.get("/polykv/pools")).json()
+    (pool,) = view["pools"]
+    assert [pool[k] for k in ("residency", "seq_id", "own_kv_cells", "own_kv_bytes", "subtree_kv_bytes")] == [None] * 5
+    assert [view[k] for k in ("seq_ids_used", "kv_cells_used", "kv_cells_total")] == [None] * 3
+    freed = (await proxy.client.delete("/polykv/pools/1")).json()["freed_now"]
+    assert freed == {"seq_ids": None, "kv_cells": None, "kv_bytes": None}
+
+
+async def test_two_answers_about_an_unchanged_tree_are_the_same(proxy: Proxy) -> None:
+    await made(proxy, prompt=TEXT)
+    first, second = [(await proxy.client.get("/polykv/pools")).json() for _ in range(2)]
+    assert first == second

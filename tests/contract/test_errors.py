@@ -64,6 +64,50 @@ async def test_cache_full_and_sequences_gone(make_proxy: ProxyMaker) -> None:
         assert 1 <= int(answer.headers["Retry-After"]) <= 60
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_request_that_finds_no_room(make_proxy: ProxyMaker, path: str, stream: bool) -> None:
+    """Not even a stream begins: clients retry a 503, and nobody retries a 200."""
+    async with FakeEngine(n_cells=1000) as engine, make_proxy(engine.url) as proxy:
+        await made(proxy, tokens=[1] * 600, pin=True)
+        body = body_of(path, "x" * 200, stream=stream)
+        answer = await proxy.client.post(path, json=body)
+        error = error_of(answer)
+        assert (answer.status_code, error["code"]) == (503, "kv_exhausted")
+        assert error["cells_missing"] > 0
+        assert 1 <= int(answer.headers["Retry-After"]) <= 60
+        assert engine.requests(path) == []
+
+
+async def test_a_prefix_too_long_has_llama_servers_type_and_numbers(make_proxy: ProxyMaker) -> None:
+    async with FakeEngine(n_ctx_slot=100) as engine, make_proxy(engine.url) as proxy:
+        for path, body in (
+            ("/polykv/pools", {"tokens": [1] * 200}),
+            ("/polykv/pools/1/fork", {"own_tokens": [1] * 199}),
+        ):
+            answer = await proxy.client.post(path, json=body)
+            error = error_of(answer)
+            assert (answer.status_code, error["code"]) == (400, "context_length_exceeded")
+            assert (error["type"], error["n_prompt_tokens"], error["n_ctx"]) == ("exceed_context_size_error", 200, 100)
+            if path == "/polykv/pools":
+                await made(proxy, tokens=[1])
+
+
+@pytest.mark.parametrize("given", [{"prompt": TEXT[:9]}, {"tokens": [89]}, {"tokens": [10**6]}, {"own_tokens": [300]}])
+async def test_param_is_the_field_that_was_given(proxy: Proxy, given: dict[str, Any]) -> None:
+    await made(proxy, prompt=TEXT)
+    answer = await proxy.client.post("/polykv/pools/1/fork", json=given)
+    assert (answer.status_code, [error_of(answer)["param"]]) == (400, list(given))
+
+
+async def test_draining_makes_no_pools(proxy: Proxy) -> None:
+    await made(proxy, prompt=TEXT)
+    proxy.relay.drain()
+    assert await refused(proxy, "POST", "/polykv/pools", {"prompt": TEXT}) == (503, "draining")
+    assert await refused(proxy, "POST", "/polykv/pools/1/fork", {"own_tokens": [1]}) == (503, "draining")
+    assert (await proxy.client.delete("/polykv/pools/1")).status_code == 200
+
+
 @pytest.mark.parametrize("path", PATHS)
 async def test_nobody_upstream_on_the_data_plane(engine: FakeEngine, proxy: Proxy, path: str) -> None:
     await engine.kill()
@@ -95,6 +139,9 @@ async def test_loading_and_draining_say_when_to_come_back(engine: FakeEngine, pr
         ("GET", "/polykv/pools", None),
         ("POST", "/polykv/pools", {"prompt": "x"}),
         ("POST", "/polykv/match", {"prompt": "x"}),
+        ("GET", "/polykv/pools/1", None),
+        ("POST", "/polykv/pools/1/fork", {"own_tokens": [1]}),
+        ("DELETE", "/polykv/pools/1", None),
     ],
 )
 async def test_an_engine_without_hooks_is_a_501_here_and_relayed_there(

@@ -4,7 +4,7 @@ import asyncio
 
 from tests.contract.conftest import ask, made
 from tests.fake_engine import FakeEngine, Hold
-from tests.relay.conftest import Proxy
+from tests.relay.conftest import Proxy, ProxyMaker
 from tests.relay.raw import until
 
 ROOT = "You are one of many agents who share this text. "
@@ -117,3 +117,53 @@ async def test_routes_that_share_nothing_pass_unpooled(engine: FakeEngine, proxy
     answer = await proxy.client.post("/tokenize", json={"content": ROOT, "pool_id": 1})
     assert answer.json() == {"tokens": list(ROOT.encode())}
     assert engine.requests("/tokenize")[-1].json() == {"content": ROOT, "pool_id": 1}
+
+
+async def test_a_request_evicts_what_nobody_uses_and_the_pool_comes_back(make_proxy: ProxyMaker) -> None:
+    async with FakeEngine(n_cells=512) as engine, make_proxy(engine.url) as proxy:
+        await made(proxy, tokens=[1] * 300, name="idle")
+        receipt = await ask(proxy, "x" * 400, session_id="s")
+        assert (receipt["pool_id"], receipt["miss_reason"]) == (None, "diverged")
+        (pool,) = (await proxy.client.get("/polykv/pools")).json()["pools"]
+        assert (pool["residency"], pool["seq_id"], pool["own_kv_cells"]) == ("cold", None, 0)
+        receipt = await ask(proxy, [1] * 301, pool_id="idle")
+        assert (receipt["pool_id"], receipt["cached_n_tokens"], receipt["miss_reason"]) == (1, 300, None)
+
+
+async def test_a_request_waits_for_the_cells_of_one_that_runs(make_proxy: ProxyMaker) -> None:
+    async with FakeEngine(n_cells=512) as engine, make_proxy(engine.url) as proxy:
+        await made(proxy, tokens=[1] * 100, pin=True)
+        hold = Hold()
+        engine.on("/completion", "prefill", hold)
+        first = asyncio.create_task(ask(proxy, "x" * 300, session_id="a"))
+        await hold.reached()
+        second = asyncio.create_task(ask(proxy, "y" * 300, session_id="b"))
+        third = asyncio.create_task(ask(proxy, "z" * 300, session_id="c"))
+        await until(lambda: proxy.control.sessions.n_running == 3)
+        third.cancel()
+        await asyncio.wait([third])
+        assert not second.done()
+        hold.release()
+        assert [(await turn)["miss_reason"] for turn in (first, second)] == ["diverged"] * 2
+        assert len(engine.requests("/completion")) == 2
+
+
+async def test_snapshots_of_slots_do_not_eat_the_sequences(engine: FakeEngine, proxy: Proxy) -> None:
+    for i in range(20):
+        await ask(proxy, f"Topic {i} and its beginning.", id_slot=0, session_id="s")
+        await ask(proxy, f"Topic {i} and its beginning. More.", shared_pool_slot=0)
+    await made(proxy, prompt=ROOT)
+    assert len((await proxy.client.get("/polykv/pools")).json()["pools"]) == 2
+
+
+async def test_after_a_miss_the_next_request_is_pooled_again(engine: FakeEngine, proxy: Proxy) -> None:
+    await made(proxy, prompt=ROOT, name="base")
+    await engine.restart()
+    assert (await ask(proxy, ROOT + "1", pool_id="base"))["miss_reason"] is not None
+    receipt = await ask(proxy, ROOT + "2", pool_id="base")
+    assert (receipt["miss_reason"], receipt["cached_n_tokens"]) == (None, len(ROOT))
+    engine.hooks._clear(engine.ready_pools()[0])
+    await ask(proxy, "@" + ROOT, id_slot=1, session_id="x")
+    await ask(proxy, ROOT + "3", pool_id="base", session_id="new")
+    receipt = await ask(proxy, ROOT + "4", pool_id="base", session_id="newer")
+    assert (receipt["miss_reason"], receipt["cached_n_tokens"]) == (None, len(ROOT))

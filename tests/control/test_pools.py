@@ -159,11 +159,23 @@ async def test_too_large_a_body_is_a_413(engine):
         await plane.refused(413, "body_too_large", "POST", "/polykv/pools", b"[" + b"1," * 4000)
 
 
-async def test_what_the_engine_refuses_is_passed_on_with_its_status(plane):
+async def test_a_token_that_the_model_does_not_have_is_named(plane):
     error = await plane.refused(400, "invalid_request", "POST", "/polykv/pools", {"tokens": [1, 299, 300]})
-    assert "vocabulary" in error["message"]
-    error = await plane.refused(400, "invalid_request", "POST", "/polykv/pools", {"tokens": [1] * 16384})
-    assert "context" in error["message"]
+    assert (error["param"], error["message"].startswith("tokens[2]")) == ("tokens", True)
+    await plane.create(tokens=[1])
+    error = await plane.refused(400, "invalid_request", "POST", "/polykv/pools/1/fork", {"own_tokens": [300]})
+    assert (error["param"], error["message"].startswith("own_tokens[0]")) == ("own_tokens", True)
+
+
+async def test_a_prefix_longer_than_a_slot_evicts_nobody(plane):
+    await plane.create(tokens=[1] * 100)
+    path, body = "/polykv/pools", {"tokens": [1] * 16384}
+    error = await plane.refused(400, "context_length_exceeded", "POST", path, body)
+    assert (error["n_prompt_tokens"], error["n_ctx"]) == (16384, 16384)
+    assert [pool.residency for pool in plane.control.tree] == ["resident"]
+
+
+async def test_what_the_engine_refuses_is_passed_on_with_its_status(plane):
     media = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
     await plane.refused(501, "sharing_unsupported", "POST", "/polykv/pools", {"messages": media})
 

@@ -219,7 +219,8 @@ class Hooks:
         if any(not isinstance(t, int) or not 0 <= t < N_VOCAB for t in tokens):
             raise HookError(400, "token out of vocabulary")
         if len(tokens) >= self.engine.n_ctx_slot:
-            raise HookError(400, f"{len(tokens)} tokens do not fit a context of {self.engine.n_ctx_slot}")
+            said = f"the prefix ({len(tokens)} tokens) exceeds the context of a slot ({self.engine.n_ctx_slot} tokens)"
+            raise HookError(400, said, n_tokens=len(tokens), n_ctx=self.engine.n_ctx_slot)
         async with self._service:
             shared, source = 0, Sequence()
             if parent_seq >= 0:
