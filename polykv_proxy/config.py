@@ -147,6 +147,8 @@ class Settings(BaseSettings):
 
 
 _FILE = "_polykv_file"
+_FLAGS = {"upstream_url": "--upstream"}
+"""Flags that are not called like their setting."""
 
 
 def load_settings(config_file: Path | str | None = None, **overrides: Any) -> Settings:
@@ -177,7 +179,7 @@ def _one_line(error: ValidationError, flags: Mapping[str, Any], from_file: Mappi
     for item in error.errors(include_url=False, include_context=False):
         name = str(item["loc"][0]) if item["loc"] else "settings"
         if name in flags:
-            where = f"--{name.replace('_', '-')}"
+            where = _FLAGS.get(name, f"--{name.replace('_', '-')}")
         elif name in from_file:
             where = f"{name} (config file)"
         else:

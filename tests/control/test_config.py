@@ -61,8 +61,8 @@ def test_state_path_is_named_after_the_upstream():
     [
         ({"port": "x"}, "--port: "),
         ({"mode": "z"}, "--mode: Input should be 'auto' or 'explicit' (got 'z')"),
-        ({"upstream_url": "localhost:8080"}, "--upstream-url: must be like http://127.0.0.1:8080"),
-        ({"upstream_url": "http://x:99999"}, "--upstream-url: must be like"),
+        ({"upstream_url": "localhost:8080"}, "--upstream: must be like http://127.0.0.1:8080"),
+        ({"upstream_url": "http://x:99999"}, "--upstream: must be like"),
         ({"no_such": 1}, "--no-such: no such setting"),
     ],
 )
