@@ -6,7 +6,6 @@ from typing import Any
 from polykv_proxy.errors import InvariantError
 from polykv_proxy.ids import PoolId, SeqId, SessionId
 
-
 _KINDS = ("tokens", "own_tokens", "prompt", "messages", "from_session")
 
 

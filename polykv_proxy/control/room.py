@@ -45,6 +45,8 @@ LOOK_AGAIN_S = 0.25
 GROWTH_CELLS = 256
 """What a running request may add between two looks at the engine: a second at 256 tokens per second."""
 
+GROWTH_MIN_CELLS, LOOK_AHEAD_S = 32, 2.0
+
 _NOT_STARTED = ("idle", "started")
 """A slot in one of these states drops what its request does not reuse before it takes a cell."""
 
@@ -188,9 +190,9 @@ class Room:
         stats = self._watch.stats
         if stats is None or self.n_total is None:
             return
-        n_busy = sum(1 for slot in stats.slots if not slot.idle)
-        if n_busy and self._n_room(stats) < GROWTH_CELLS * n_busy and self._victim() is not None:
-            await self.make(0, GROWTH_CELLS * n_busy)
+        n_cells = round(sum(_growth(slot) for slot in stats.slots if not slot.idle))
+        if n_cells and self._n_room(stats) < n_cells and self._victim() is not None:
+            await self.make(0, n_cells)
 
     def free_sequence_of(self) -> Pool | None:
         """An automatic pool that nobody uses: its sequence may serve somebody who asks for one."""
@@ -280,6 +282,11 @@ def _n_free_or_idle(stats: Stats) -> int:
 def _still_to_come(slot: SlotStats) -> int:
     """Prompt tokens that a slot has yet to take cells for."""
     return max(0, slot.n_prompt - slot.n_tokens) if slot.state == "prompt" else 0
+
+
+def _growth(slot: SlotStats) -> float:
+    """Cells that a busy slot may take until the heartbeat after the next one."""
+    return max(GROWTH_MIN_CELLS, LOOK_AHEAD_S * (slot.tps_ewma or 0.0))
 
 
 def _this_task() -> "asyncio.Task[Any]":

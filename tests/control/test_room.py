@@ -208,7 +208,12 @@ async def test_a_cold_pool_that_does_not_fit_is_no_reason_to_refuse(plane):
 async def test_running_requests_are_relieved_of_unused_pools(engine):
     async with planes(engine) as plane:
         await plane.create(tokens=[1] * 700, name="idle")
-        running = Running(plane, "y" * 200, "a")
+        enough, tight = Running(plane, "y" * 200, "a"), "z" * 280
+        await enough.hold.reached()
+        await asyncio.sleep(0.2)  # four heartbeats
+        assert residencies(plane)["idle"] == "resident"
+        await enough.end()
+        running = Running(plane, tight, "a")
         await running.hold.reached()
         await eventually(lambda: residencies(plane)["idle"] == "cold")
         await running.end()
