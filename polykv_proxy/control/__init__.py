@@ -5,7 +5,10 @@ pools      plan → perform → commit or drop
 watch      what the engine is: reachable, patched, which start of it
 lease      one proxy per engine
 residency  what the engine holds, and single flight
+sequences  the engine's sequences: order, find again, give back
+room       cells: does it fit, who leaves, who waits for whom
 attach     which pool a request gets, how far, and why not further
+compare    a prompt against the pools
 sources    from prompts, messages and sessions to tokens
 snapshots  a slot's context as a pool
 seen       conversations that need not be rendered again (pure)

@@ -5,6 +5,7 @@ pool        one pool, and the plan of one that is still being made
 index       the longest-prefix index over all pools: exact tokens, cost by the prompt's length
 tree        ``PoolTree``: plan, commit, drop, match, release
 accounting  who owns which KV cells, by ownership and never by membership
+eviction    who leaves the cache first, and how many cells the pools hold
 view        the JSON of ``GET /polykv/pools`` from plain facts
 
 No asyncio, no HTTP, no logging, no clock in here: time comes in as ``now_s``. ``DESIGN.md`` beside this file tells
