@@ -8,7 +8,7 @@ import pytest
 from tests.fake_engine import FakeEngine, Hold, drop
 from tests.relay.conftest import Proxy, ProxyMaker
 from tests.relay.dialect_cases import PATHS, body_of, events_of
-from tests.relay.raw import HANG_UP, OK, RawEngine, connected, exchange, post, until
+from tests.relay.raw import HANG_UP, OK, RawEngine, connected, exchange, post, unchunked, until
 from tests.relay.test_leaving import all_at_rest
 
 CHAT = "/v1/chat/completions"
@@ -160,3 +160,27 @@ async def test_framing_that_two_servers_could_read_differently_is_refused(
         head, _ = await exchange(proxy.url, request_bytes)
         assert head.split(b" ")[1] in (b"400", b"431")
         assert engine.heads == []
+
+
+FULL = (
+    b'{"error":{"code":503,"message":"the KV cache is full: no cells left for this prompt","type":"unavailable_error"}}'
+)
+
+
+@pytest.mark.parametrize("field", [b"", b'"session_id":"s",'])
+async def test_an_engine_without_room_is_heard_in_its_own_words(make_proxy: ProxyMaker, field: bytes) -> None:
+    """Before the first byte as a 503, and as the first event of a stream that then says nothing else."""
+    json_head = b"Content-Type: application/json; charset=utf-8\r\nContent-Length: %d\r\n\r\n" % len(FULL)
+    whole = [b"HTTP/1.1 503 Service Unavailable\r\n" + json_head + FULL]
+    event = b"data: " + FULL + b"\n\n"
+    sse_head = OK + b"Content-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+    streamed = [sse_head + b"%x\r\n%s\r\n0\r\n\r\n" % (len(event), event)]
+    for script, stream, said in ((whole, b"false", FULL), (streamed, b"true", event)):
+        async with RawEngine(script) as engine, make_proxy(engine.url) as proxy:
+            head, body = await exchange(
+                proxy.url, post(CHAT, b"{" + field + b'"stream":' + stream + b',"messages":[]}')
+            )
+            assert head.split(b" ")[1] == (b"503" if stream == b"false" else b"200")
+            assert (unchunked(body) if stream == b"true" else body) == said
+            assert (b"retry-after: 1" in head.lower()) == (stream == b"false")
+            assert len(engine.heads) == 1
