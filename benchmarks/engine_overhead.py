@@ -101,6 +101,7 @@ class Bench:
         }
         took: dict[str, list[float]] = {"direct": [], "proxy": []}
         around: dict[str, list[float]] = {"direct": [], "proxy": []}
+        prompt_n: dict[str, list[int]] = {"direct": [], "proxy": []}
         for i in range(100, 100 + rounds + 3):
             arms = [
                 ("direct", self.stack.engine_url, engine_fields),
@@ -114,10 +115,12 @@ class Bench:
                 if i >= 103:
                     took[name].append(ms)
                     around[name].append(ms - timings["prompt_ms"])
+                    prompt_n[name].append(timings["prompt_n"])
         medians = {name: statistics.median(times) for name, times in took.items()}
         rest = {name: statistics.median(times) for name, times in around.items()}
         return {
             "n_tokens": n_tokens,
+            "prompt_n": {name: statistics.mean(counts) for name, counts in prompt_n.items()},
             "prefix_len": made["prefix_len"],
             "direct_ms": round(medians["direct"], 2),
             "proxy_ms": round(medians["proxy"], 2),

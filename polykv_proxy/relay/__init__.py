@@ -4,6 +4,7 @@ relay       the front desk: ours, untouched, or a turn
 turn        one attachable request: session, pool, slot, engine, and back
 desk        waiting for a slot, cancellable (the rim around ``slots``)
 pump        bytes from the engine to the client; what a broken reply looks like
+connection  heads that cannot be read, below the application
 doors       which door a request target leads to, however it is spelled (pure)
 dialects    what a request says, in four dialects (pure)
 fields      the contract's fields in bodies and headers (pure)
