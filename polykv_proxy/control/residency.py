@@ -110,8 +110,8 @@ class Residency(EngineSequences):
         return Held(holder.seq_id, holder.gen, epoch)
 
     def n_missing(self, pool: Pool) -> int:
-        """Cells that it would take to make this pool resident; 0 when that is under way already."""
-        if pool.residency == "materializing" or self.held(pool) is not None:
+        """Cells that it would take to make this pool resident; 0 when that is under way, or the pool was released."""
+        if pool.pool_id not in self._tree or pool.residency == "materializing" or self.held(pool) is not None:
             return 0
         end = pool.branch_pos
         for above in self._tree.ancestors(pool.pool_id):
@@ -160,17 +160,21 @@ class Residency(EngineSequences):
             self._tree.set_residency(pool.pool_id, "cold")
 
     async def _bring(self, pool: Pool) -> Held:
+        self._require(pool)
         self._tree.set_residency(pool.pool_id, "materializing")
         cold = [above for above in self._tree.ancestors(pool.pool_id) if self.held(above) is None]
         if self.n_free() > len(cold):
             # Parents first, so that every token is prefilled by its owner and shared from there.
             for above in reversed(cold):
                 await self.ensure(above)
-        if pool.pool_id not in self._tree:
-            raise PoolNotFound(f"pool {pool.label} was released while it was being brought back")
+        self._require(pool)
         parent = self._tree.find(pool.parent) if not pool.is_root else None
         made, _ = await self.materialize(self._tree.tokens(pool.pool_id), parent, pool.branch_pos, pool.pool_id)
         return await self.adopt(pool, made)
+
+    def _require(self, pool: Pool) -> None:
+        if pool.pool_id not in self._tree:
+            raise PoolNotFound(f"pool {pool.label} was released meanwhile")
 
     def source(self, parent: Pool | None, branch_pos: int) -> SeqId | None:
         """A sequence to share [0, D) from: the parent's, or anybody's that holds the same tokens."""

@@ -127,9 +127,11 @@ class Room:
 
     @property
     def n_total(self) -> int | None:
-        """Cells of a cache that all slots share; None when there is nothing to count here."""
+        """Cells of a cache that all slots share; None when there is nothing to count, or nobody to ask."""
         stats = self._watch.stats
-        if stats is None or self._watch.sleeping or not stats.kv_unified or stats.cells is None:
+        if stats is None or stats.cells is None or not stats.kv_unified:
+            return None
+        if self._watch.state != "ready" or self._watch.sleeping:
             return None
         return stats.cells.total
 
@@ -139,7 +141,7 @@ class Room:
         if self.n_total is None or stats is None or stats.cells is None:
             return True
         busy = [slot for slot in stats.slots if not slot.idle]
-        promised = sum(p.n_cells for task, p in self._promises.items() if task is not _this_task())
+        promised = sum(p.n_cells for task, p in self._live() if task is not _this_task())
         margin = GROWTH_CELLS * (len(busy) + len(self._promises))
         coming = promised + sum(_still_to_come(slot) for slot in busy)
         coming += sum(n for at_s, n in self._kept if at_s >= self._watch.asked_s)
@@ -153,7 +155,7 @@ class Room:
         Raises:  UpstreamError and its heirs
         """
         async with self._making:
-            stats = await self._watch.refresh()
+            stats = await self._watch.refresh() if self.n_total is not None else None
             while stats is not None and self.n_total is not None:
                 n_room = self._n_room(stats)
                 victim = self._victim() if n_room < n_cells + n_more else None
@@ -202,13 +204,17 @@ class Room:
 
     def in_use(self) -> set[PoolId]:
         """Pools of sessions (automatic ones: while they run), of requests and orders under way, and their holders."""
-        used = {p.pool_id for p in self._promises.values() if p.pool_id is not None} | self.sequences.working_on()
+        used = {p.pool_id for _, p in self._live() if p.pool_id is not None} | self.sequences.working_on()
         for session in self._sessions:
             pool = self._tree.find(session.pool_id) if session.pool_id is not None and not session.closed else None
             if pool is not None and (session.turns or not pool.auto):
                 used.add(pool.pool_id)
         holders = (self._tree.holder(pool_id) for pool_id in used if pool_id in self._tree)
         return used | {holder.pool_id for holder in holders if holder is not None}
+
+    def _live(self) -> "list[tuple[asyncio.Task[Any], _Promise]]":
+        """Promises of tasks that are still at it, whoever may still hold on to the others."""
+        return [(task, promise) for task, promise in self._promises.items() if not task.done()]
 
     # Counting ------------------------------------------------------------------------------------------------------
 
@@ -236,7 +242,7 @@ class Room:
             private = sum(s.n_tokens - (s.n_pool_shared if s.pool_seq in seqs else 0) for s in busy)
             n_room = max(n_room, stats.cells.total - held_cells(self._tree, residents) - private)
         running = {slot.id for slot in busy}
-        promised = sum(p.n_cells for task, p in self._promises.items() if not self._arrived(task, p, running))
+        promised = sum(p.n_cells for task, p in self._live() if not self._arrived(task, p, running))
         return n_room - promised - sum(_still_to_come(slot) for slot in busy)
 
     def _arrived(self, task: "asyncio.Task[Any]", promise: _Promise, running: set[int]) -> bool:
@@ -251,7 +257,7 @@ class Room:
         stats = self._watch.stats
         if stats is None or stats.cells is None:
             return False
-        others = any(task is not _this_task() for task in self._promises)
+        others = any(task is not _this_task() for task, _ in self._live())
         if not others and all(slot.idle for slot in stats.slots):
             return False
         of_sessions = {s.pool_id for s in self._sessions if not s.closed}

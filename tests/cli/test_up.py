@@ -177,7 +177,7 @@ def test_wrong_usage_is_one_line_and_status_2(tmp_path: Path) -> None:
 
     assert (missing.returncode, setting.returncode) == (2, 2)
     assert missing.stderr == f"polykvctl up: Invalid value for --model: there is no file {tmp_path / 'no.gguf'}\n"
-    assert setting.stderr.startswith("polykvctl: --upstream-url: must be like http://127.0.0.1:8080")
+    assert setting.stderr.startswith("polykvctl: --upstream: must be like http://127.0.0.1:8080")
     assert len(setting.stderr.splitlines()) == 1
 
 

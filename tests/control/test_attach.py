@@ -354,7 +354,7 @@ async def test_an_attach_meant_for_another_start_is_ignored_and_explained(plane)
     await plane.engine.restart()
     got = await run(plane, plan, "/completion", body)
     assert got["timings"]["cache_n"] == 0
-    assert got["reason"] in ("not_resident", "upstream_restarted")  # the new epoch may not have been seen yet
+    assert got["reason"] in ("not_resident", "upstream_restarted")  # nobody waited for an explanation
     await plane.control.refresh()
     assert plane.control.settle(plan, Outcome(status=200, cache_n=0, prompt_n=41)) == "upstream_restarted"
     plan = await decide(plane, "/completion", body)
@@ -382,6 +382,36 @@ async def test_sequences_that_the_engine_lost_are_noticed(plane):
     assert (await run(plane, await decide(plane, "/completion", body), "/completion", body, 1))["timings"][
         "pool_n"
     ] == 40
+
+
+async def explained(plane, plan: AttachPlan, body: dict) -> str | None:
+    """As a relay that waits for the explanation before it makes the receipt."""
+    outcome = Outcome(status=200, cache_n=0, prompt_n=len(body["prompt"]))
+    await plane.control.explain(plan, outcome)
+    return plane.control.settle(plan, outcome)
+
+
+async def test_a_miss_that_is_explained_is_called_by_its_name():
+    async with FakeEngine() as engine, planes(engine, heartbeat_s=60) as plane:
+        await plane.create(prompt="A" * 40, name="a")
+        body = {"prompt": "A" * 41}
+        plan = await decide(plane, "/completion", body)
+        await engine.restart()
+        assert await explained(plane, plan, body) == "upstream_restarted"
+        plan = await decide(plane, "/completion", body)
+        assert plan.prefix_n_tokens == 40
+        engine.hooks._clear(engine.ready_pools()[0])
+        assert await explained(plane, plan, body) == "evicted"
+        assert (await decide(plane, "/completion", body)).prefix_n_tokens == 40
+
+
+async def test_a_hit_is_not_explained(plane):
+    await plane.create(prompt="A" * 40, name="a")
+    plan = await decide(plane, "/completion", {"prompt": "A" * 41})
+    n = len(plane.engine.requests("/polykv/engine/pools"))
+    await plane.control.explain(plan, Outcome(status=200, cache_n=40, pool_n=40, prompt_n=1))
+    await plane.control.explain(plan, Outcome(status=500))
+    assert len(plane.engine.requests("/polykv/engine/pools")) == n
 
 
 async def test_failed_requests_are_not_counted(plane):

@@ -6,6 +6,7 @@ import random
 import pytest
 
 from polykv_proxy.control import AttachRequest
+from polykv_proxy.errors import KvExhaustedForRequest
 from tests.control.conftest import Plane, planes
 from tests.fake_engine import FakeEngine, delay, drop, reply
 
@@ -29,13 +30,16 @@ async def one(plane: Plane, rng: random.Random) -> None:
     else:
         body = {"prompt": f"pool {i} " * 5 + "and more", "n_predict": 2}
         ref = rng.choice([None, f"p{i}", f"c{i}"])
-        plan = await plane.control.decide_attach(AttachRequest(path="/completion", body=body, pool_ref=ref))
+        try:
+            plan = await plane.control.decide_attach(AttachRequest(path="/completion", body=body, pool_ref=ref))
+        except KvExhaustedForRequest:
+            return
         assert (plan.pool_id is None) == (plan.seq_id is None)
 
 
-async def storm(seed: int) -> None:
+async def storm(seed: int, n_cells: int) -> None:
     rng = random.Random(seed)
-    async with FakeEngine(max_pools=5) as engine, planes(engine) as plane:
+    async with FakeEngine(max_pools=5, n_cells=n_cells) as engine, planes(engine) as plane:
         engine.prefill_s = 0.0002
         for _ in range(6):
             running = [asyncio.ensure_future(one(plane, rng)) for _ in range(15)]
@@ -74,10 +78,14 @@ async def settled(plane: Plane, engine: FakeEngine) -> None:
     assert quiet
     assert not plane.control._working
     assert not tree._plans
+    assert not residency._needed
+    assert not [p for _, p in plane.control.room._live() if p.n_cells]
     assert {p.residency for p in tree} <= {"cold", "resident"}
     assert (await plane.call("POST", "/polykv/match", {"tokens": [1]}))[0] == 200
 
 
-@pytest.mark.parametrize("seed", range(6))
-async def test_storm(seed):
-    await storm(seed)
+@pytest.mark.parametrize("n_cells", [16384, 110])
+@pytest.mark.parametrize("seed", range(4))
+async def test_storm(seed, n_cells):
+    """The small cache holds two of the pools: everybody evicts everybody."""
+    await storm(seed, n_cells)
