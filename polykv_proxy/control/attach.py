@@ -157,7 +157,7 @@ class Attacher:
         """The original design's word: a pool's sequence, or below the slot count that slot's context, as it is now."""
         n_slots = self._watch.stats.n_slots if self._watch.stats is not None else 0
         if number >= n_slots:
-            pool = next((pool for pool in self._tree if pool.seq_id == SeqId(number)), None)
+            pool = next((pool for pool in self._tree.residents() if pool.seq_id == SeqId(number)), None)
             if pool is None:
                 raise Unpooled("no_pool")
             return pool

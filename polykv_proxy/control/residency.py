@@ -185,7 +185,7 @@ class Residency(EngineSequences):
 
     def n_free(self) -> int:
         n_max = self._watch.stats.max_pools if self._watch.stats is not None else 0
-        return n_max - sum(1 for pool in self._tree if pool.seq_id is not None) - len(self._tags)
+        return n_max - len(self._tree.residents()) - len(self._tags)
 
     async def adopt(self, pool: Pool, made: Materialized) -> Held:
         """Record that a sequence now holds a pool of the tree. If the pool is gone meanwhile, it is given back."""

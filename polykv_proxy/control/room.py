@@ -199,7 +199,7 @@ class Room:
     def free_sequence_of(self) -> Pool | None:
         """An automatic pool that nobody uses: its sequence may serve somebody who asks for one."""
         in_use = self.in_use()
-        free = [p for p in self._tree if p.seq_id is not None and p.auto and not p.pin and p.pool_id not in in_use]
+        free = [p for p in self._tree.residents() if p.auto and not p.pin and p.pool_id not in in_use]
         return min(free, key=lambda pool: pool.last_access_s, default=None)
 
     def in_use(self) -> set[PoolId]:
@@ -218,15 +218,12 @@ class Room:
 
     # Counting ------------------------------------------------------------------------------------------------------
 
-    def _residents(self) -> list[Pool]:
-        return [pool for pool in self._tree if pool.seq_id is not None]
-
     def _victim(self) -> Pool | None:
-        return choose_victim(self._tree, self._residents(), self.in_use())
+        return choose_victim(self._tree, self._tree.residents(), self.in_use())
 
     def n_evictable(self) -> int:
         """Cells that evicting everything that nobody uses would give."""
-        residents, in_use = self._residents(), self.in_use()
+        residents, in_use = self._tree.residents(), self.in_use()
         staying = [pool for pool in residents if pool.pin or pool.pool_id in in_use]
         return held_cells(self._tree, residents) - held_cells(self._tree, staying)
 
@@ -235,7 +232,7 @@ class Room:
         if stats.cells is None:
             return 0
         n_room = _n_free_or_idle(stats)
-        residents = self._residents()
+        residents = self._tree.residents()
         busy = [slot for slot in stats.slots if slot.state not in _NOT_STARTED]
         if self.sequences.books_true:
             seqs = {pool.seq_id for pool in residents}
@@ -261,7 +258,7 @@ class Room:
         if not others and all(slot.idle for slot in stats.slots):
             return False
         of_sessions = {s.pool_id for s in self._sessions if not s.closed}
-        stay = [pool for pool in self._residents() if pool.pin or pool.pool_id in of_sessions]
+        stay = [pool for pool in self._tree.residents() if pool.pin or pool.pool_id in of_sessions]
         return stats.cells.total - held_cells(self._tree, stay) >= n_cells
 
     def _exhausted(self, n_cells: int) -> KvExhaustedForRequest:

@@ -48,7 +48,7 @@ class Views:
         stats = self._watch.stats
         answers = self._watch.state != "away"
         cells = stats.cells if stats is not None and answers and not self._watch.sleeping else None
-        resident = sum(1 for pool in self._tree if pool.seq_id is not None)
+        resident = len(self._tree.residents())
         facts = EngineFacts(
             answers=answers,
             bytes_per_token=stats.kv_bytes_per_token if stats is not None else None,

@@ -37,6 +37,7 @@ class PoolTree:
         self._next_id = next_id
         self._pools: dict[PoolId, Pool] = {}
         self._children: dict[PoolId, dict[PoolId, None]] = {ROOT: {}}
+        self._residents: dict[PoolId, None] = {}
         self._names: dict[str, PoolId] = {}
         self._plans: dict[PoolId, PoolPlan] = {}
         self._n_plans_of: dict[PoolId, int] = {}
@@ -197,6 +198,10 @@ class PoolTree:
             order.extend(self.children(pool.pool_id))
         return order
 
+    def residents(self) -> list[Pool]:
+        """Give the pools that have a sequence: few, however many there are in all."""
+        return [self._pools[pool_id] for pool_id in self._residents]
+
     def depth(self) -> int:
         """Count the levels of the tree: 0 without pools, 1 with roots only."""
         return 1 + max((pool.depth for pool in self), default=-1)
@@ -267,6 +272,10 @@ class PoolTree:
             raise InvariantError(f"a {residency} pool with sequence {seq_id}")
         pool = self._pools[pool_id]
         pool._residency, pool.seq_id, pool.gen = residency, seq_id, gen
+        if seq_id is not None:
+            self._residents[pool_id] = None
+        else:
+            self._residents.pop(pool_id, None)
         self._index.rekey(_key(pool))
 
     def release(self, pool_id: PoolId, *, recursive: bool = False) -> list[Pool]:
@@ -284,6 +293,7 @@ class PoolTree:
             raise PoolInUse(f"a fork below pool {top.label} is being made")
         for pool in released:
             self._index.remove(pool.pool_id)
+            self._residents.pop(pool.pool_id, None)
             del self._pools[pool.pool_id], self._children[pool.pool_id], self._children[pool.parent][pool.pool_id]
             if pool.name is not None:
                 del self._names[pool.name]

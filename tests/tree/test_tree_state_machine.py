@@ -198,6 +198,7 @@ class TreeAgainstModel(RuleBasedStateMachine):
     @invariant()
     def same_tree(self) -> None:
         assert {pool.pool_id for pool in self.tree} == set(self.model)
+        assert {p.pool_id for p in self.tree.residents()} == {p.pool_id for p in self.tree if p.seq_id is not None}
         assert self.tree.depth() == 1 + max((pool.depth for pool in self.model.values()), default=-1)
         for pool_id, naive in self.model.items():
             pool = self.tree.get(pool_id)
