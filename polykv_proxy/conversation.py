@@ -73,6 +73,11 @@ class Conversation:
             return self._chain[mark.length - 1] == mark.digest
         return self.mark_at(mark.length) == mark
 
+    @property
+    def has_answers(self) -> bool:
+        """It can be the next turn of something."""
+        return self._chain is None or "assistant" in self._roles
+
     def answered_at(self, length: int) -> bool:
         """Whether an assistant's answer follows the first ``length`` messages: a next turn, not a repeated one."""
         if self._chain is None:

@@ -135,7 +135,7 @@ class SessionBook:
 
         The longest match wins. It is claimed by being run: a running session is never recognised again.
         """
-        if conversation is None:
+        if conversation is None or not self._marks or not conversation.has_answers:
             return None
         lengths = sorted(self._text_lengths, reverse=True) if conversation.is_text else range(len(conversation), 0, -1)
         for length in lengths:

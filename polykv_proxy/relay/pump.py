@@ -82,8 +82,11 @@ def request_id_of(request: web.Request) -> str:
 
 def raw_headers_of(request: web.Request, drop: frozenset[str] = frozenset()) -> list[tuple[str, str]]:
     """As they came, in order, casing kept."""
-    pairs = ((k.decode("latin-1"), v.decode("utf-8", "surrogateescape")) for k, v in request.raw_headers)
-    return [(k, v) for k, v in pairs if k.lower() not in drop]
+    return [
+        (name, v.decode("utf-8", "surrogateescape"))
+        for k, v in request.raw_headers
+        if (name := k.decode("latin-1")).lower() not in drop
+    ]
 
 
 def is_sse(upstream: UpstreamResponse) -> bool:
