@@ -148,6 +148,16 @@ async def test_a_request_waits_for_the_cells_of_one_that_runs(make_proxy: ProxyM
         assert len(engine.requests("/completion")) == 2
 
 
+async def test_a_line_for_slots_is_no_line_for_cells(make_proxy: ProxyMaker) -> None:
+    """Four requests that each need most of the cache, one slot: each has the cells when its turn comes."""
+    async with FakeEngine(n_cells=512, n_slots=1) as engine, make_proxy(engine.url) as proxy:
+        await made(proxy, tokens=[1] * 100, pin=True)
+        engine.prefill_s = 0.0003
+        turns = [asyncio.create_task(ask(proxy, letter * 390, session_id=letter)) for letter in "abcd"]
+        assert [(await turn)["ctx_used"] for turn in turns] == [392] * 4
+        assert proxy.control.room._live() == []
+
+
 async def test_snapshots_of_slots_do_not_eat_the_sequences(engine: FakeEngine, proxy: Proxy) -> None:
     for i in range(20):
         await ask(proxy, f"Topic {i} and its beginning.", id_slot=0, session_id="s")
