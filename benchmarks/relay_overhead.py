@@ -124,9 +124,10 @@ def bare(upstream: str) -> Serving:
 
 @contextlib.asynccontextmanager
 async def proxy(upstream: str) -> AsyncIterator[str]:
-    from polykv_proxy.app import serving
+    from polykv_proxy.app import calm_collector, serving
     from polykv_proxy.config import load_settings
 
+    calm_collector()  # as `polykvctl serve` does
     async with serving(load_settings(upstream_url=upstream, state=":memory:", port=0)) as (url, _app):
         yield url
 

@@ -7,6 +7,7 @@ the runner has a shorter way in for what is llama-server's.
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 from collections.abc import AsyncIterator, Callable
@@ -135,6 +136,16 @@ async def serve(settings: Settings, *, ready: Callable[[str], None] | None = Non
             wait.cancel()
 
 
+def calm_collector() -> None:
+    """Look for garbage cycles less often: what was loaded stays for good, and a request leaves hardly any behind.
+
+    The defaults look after every 700 new objects, a few requests; that alone was 4 % of a small one's time.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 50)
+
+
 def run(settings: Settings, *, ready: Callable[[str], None] | None = None) -> None:
     """Serve until told to stop (blocking). ``ready`` is called with the URL once the proxy listens.
 
@@ -146,6 +157,7 @@ def run(settings: Settings, *, ready: Callable[[str], None] | None = None) -> No
         runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
     except ImportError:
         runner = asyncio.Runner()
+    calm_collector()
     with runner:
         try:
             runner.run(serve(settings, ready=ready))

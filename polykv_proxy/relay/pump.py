@@ -42,7 +42,6 @@ class RelayedResponse(web.StreamResponse):
 
     def __init__(self, status: int, reason: str, headers: CIMultiDict[str]):
         super().__init__(status=status, reason=reason or None, headers=headers)
-        self._added = [name for name in _ADDED_BY_AIOHTTP if name not in self.headers]
         # A head with a length travels with the first piece of its body, as llama-server sends it; of a stream it goes
         # ahead.
         sized = "Content-Length" in self.headers
@@ -63,8 +62,9 @@ class RelayedResponse(web.StreamResponse):
             self._keep_alive = True
             request.writer.length = int(headers["Content-Length"])
             return
+        added = [name for name in _ADDED_BY_AIOHTTP if name not in headers]
         await super()._prepare_headers()
-        for name in self._added:
+        for name in added:
             headers.popall(name, None)
 
 
