@@ -63,6 +63,20 @@ class PoolSeq(Sequence):
         }
 
 
+@dataclass
+class Slot(Sequence):
+    id: int = 0
+    state: str = "idle"
+    id_task: int = -1
+    n_prompt: int = 0
+    n_cached: int = 0
+    pool_seq: int = -1
+    n_pool_shared: int = 0
+    n_decoded: int = 0
+    n_decoded_cum: int = 0
+    t_last: float = 0.0
+
+
 class OutOfCells(Exception):
     def __init__(self, need: int, free: int):
         super().__init__(f"need {need} cells, {free} free")
@@ -75,6 +89,7 @@ class Cache:
     def __init__(self, n_cells: int):
         self.n_cells = n_cells
         self.sequences: list[Sequence] = []
+        self.slots: list[Slot] = []
         self._fresh = itertools.count()
 
     def used(self) -> int:
@@ -85,6 +100,18 @@ class Cache:
 
     def free(self) -> int:
         return self.n_cells - self.used()
+
+    def available(self) -> int:
+        """Free cells, and those of idle slots that nobody else shares."""
+        return self.free() + sum(len(s.tokens) - s.n_pool_shared for s in self.slots if s.state == "idle")
+
+    def take(self, sequence: Sequence, tokens: list[int]) -> None:
+        """As ``append``, clearing idle slots if need be."""
+        for slot in self.slots:
+            if self.free() < len(tokens) and slot.state == "idle":
+                slot.cut(0)
+                slot.n_pool_shared, slot.pool_seq = 0, -1
+        self.append(sequence, tokens)
 
     def append(self, sequence: Sequence, tokens: list[int]) -> None:
         """New cells for ``tokens`` at the end. Raises OutOfCells before anything changed."""

@@ -234,7 +234,7 @@ class Hooks:
                     raise HookError(409, f"tokens differ from the parent at {common}", divergence_pos=common)
                 source = parent
             pool = self._target(int(asked.get("seq", -1)))
-            need, free = len(tokens) - shared, self.engine.n_cells_available()
+            need, free = len(tokens) - shared, self.engine.cache.available()
             if need > free:
                 raise HookError(507, f"need {need} cells, {free} free", need=need, free=free)
             pool.state = "busy"
@@ -243,7 +243,7 @@ class Hooks:
                 for i in range(shared, len(tokens), BATCH):
                     batch = tokens[i : i + BATCH]
                     await asyncio.sleep(self.engine.prefill_s * len(batch))
-                    self.engine.take_cells(pool, batch)
+                    self.engine.cache.take(pool, batch)
                     self.n_service = len(pool.tokens)
             except OutOfCells as e:
                 self._clear(pool)

@@ -5,33 +5,18 @@ import itertools
 import secrets
 import time
 from collections import deque
-from dataclasses import dataclass
 from typing import Any
 
 import xxhash
 from aiohttp import web
 
-from tests.fake_engine.cache import Cache, OutOfCells, PoolSeq, Sequence, lcp
+from tests.fake_engine.cache import Cache, OutOfCells, PoolSeq, Sequence, Slot, lcp
 from tests.fake_engine.dialects import Turn, dialect, dump
 from tests.fake_engine.faults import Action, Faults, Received
 from tests.fake_engine.hooks import Hooks
 from tests.fake_engine.toy import ATTACHABLE, Refused, Template
 
 FULL = "the KV cache is full: no cells left for this prompt"
-
-
-@dataclass
-class Slot(Sequence):
-    id: int = 0
-    state: str = "idle"
-    id_task: int = -1
-    n_prompt: int = 0
-    n_cached: int = 0
-    pool_seq: int = -1
-    n_pool_shared: int = 0
-    n_decoded: int = 0
-    n_decoded_cum: int = 0
-    t_last: float = 0.0
 
 
 def error(status: int, message: str, kind: str, **extra: Any) -> web.Response:
@@ -110,7 +95,7 @@ class FakeEngine:
         self.service = Sequence()
         # The service slot sits right above the slots, the pools above it.
         self.pools = [PoolSeq(seq=self.n_slots + 1 + i) for i in range(self.max_pools if self.with_hooks else 0)]
-        self.cache.sequences = [*self.slots, self.service, *self.pools]
+        self.cache.sequences, self.cache.slots = [*self.slots, self.service, *self.pools], self.slots
         self.finished: deque[dict[str, int]] = deque(maxlen=64)
         self.n_prompt_cum = 0
 
@@ -234,20 +219,6 @@ class FakeEngine:
         lists, _ = self.template.render("/v1/chat/completions", await request.json())
         return web.json_response({"prompt": self.template.tokenizer.decode(lists[0])})
 
-    # cells -----------------------------------------------------------------------------------------------------------
-
-    def n_cells_available(self) -> int:
-        """Free cells, and those of idle slots that nobody else shares."""
-        return self.cache.free() + sum(len(s.tokens) - s.n_pool_shared for s in self.slots if s.state == "idle")
-
-    def take_cells(self, sequence: Sequence, tokens: list[int]) -> None:
-        """New cells at the end, clearing idle slots if need be. Raises OutOfCells."""
-        for slot in self.slots:
-            if self.cache.free() < len(tokens) and slot.state == "idle":
-                slot.cut(0)
-                slot.n_pool_shared, slot.pool_seq = 0, -1
-        self.cache.append(sequence, tokens)
-
     # completions ---------------------------------------------------------------------------------------------------
 
     async def _completion(self, request: web.Request) -> web.StreamResponse:
@@ -282,7 +253,7 @@ class FakeEngine:
                 if answer is not None:
                     return answer
                 await asyncio.sleep(self.prefill_s * (turn.n_prompt - turn.n_cached))
-                self.take_cells(slot, tokens[turn.n_cached :])
+                self.cache.take(slot, tokens[turn.n_cached :])
                 slot.state = "generating"
                 for text in self._decode(slot, turn, body):
                     await asyncio.sleep(self.token_s)
@@ -391,7 +362,7 @@ class FakeEngine:
         for _ in range(min(limit if limit >= 0 else self.n_gen, room)):
             token = self._next_token(slot.tokens, turn.index)
             try:
-                self.take_cells(slot, [token])
+                self.cache.take(slot, [token])
             except OutOfCells:
                 return  # the patched engine ends this one request as truncated
             slot.n_decoded += 1
