@@ -70,7 +70,7 @@ class Control:
             heartbeat_s=heartbeat_s,
         )
         self.lease = Lease(self.engine, ttl_s=lease_ttl_s)
-        self.room = Room(tree=self.tree, sessions=self.sessions, slots=self.slots, watch=self.watch)
+        self.room = Room(tree=self.tree, sessions=self.sessions, slots=self.slots, watch=self.watch, clock=clock)
         self.residency = Residency(self.tree, self.engine, self.watch, self.room)
         self.comparer = Comparer(
             tree=self.tree,

@@ -88,8 +88,9 @@ class Room:
         sessions: SessionBook,
         slots: SlotBook,
         watch: EngineWatch,
+        clock: Callable[[], float],
     ):
-        self._tree, self._sessions, self._slots, self._watch = tree, sessions, slots, watch
+        self._tree, self._sessions, self._slots, self._watch, self._clock = tree, sessions, slots, watch, clock
         self._promises: weakref.WeakKeyDictionary[asyncio.Task[Any], _Promise] = weakref.WeakKeyDictionary()
         self._kept: list[tuple[float, int]] = []
         self._making = asyncio.Lock()
@@ -202,12 +203,18 @@ class Room:
         free = [p for p in self._tree.residents() if p.auto and not p.pin and p.pool_id not in in_use]
         return min(free, key=lambda pool: pool.last_access_s, default=None)
 
-    def in_use(self) -> set[PoolId]:
-        """Pools of sessions (automatic ones: while they run), of requests and orders under way, and their holders."""
+    def in_use(self, *, also_open: bool = False) -> set[PoolId]:
+        """Pools of live sessions (automatic ones: while they run), of requests and orders under way, and their holders.
+
+        ``also_open``: and of sessions that may come back, but did not for a while.
+        """
         used = {p.pool_id for _, p in self._live() if p.pool_id is not None} | self.sequences.working_on()
+        now_s = self._clock()
         for session in self._sessions:
             pool = self._tree.find(session.pool_id) if session.pool_id is not None and not session.closed else None
-            if pool is not None and (session.turns or not pool.auto):
+            if pool is None or (pool.auto and not session.turns):
+                continue
+            if also_open or self._sessions.is_live(session.session_id, now_s):
                 used.add(pool.pool_id)
         holders = (self._tree.holder(pool_id) for pool_id in used if pool_id in self._tree)
         return used | {holder.pool_id for holder in holders if holder is not None}
@@ -219,7 +226,10 @@ class Room:
     # Counting ------------------------------------------------------------------------------------------------------
 
     def _victim(self) -> Pool | None:
-        return choose_victim(self._tree, self._tree.residents(), self.in_use())
+        residents = self._tree.residents()
+        return choose_victim(self._tree, residents, self.in_use(also_open=True)) or choose_victim(
+            self._tree, residents, self.in_use()
+        )
 
     def n_evictable(self) -> int:
         """Cells that evicting everything that nobody uses would give."""
@@ -257,7 +267,8 @@ class Room:
         others = any(task is not _this_task() for task, _ in self._live())
         if not others and all(slot.idle for slot in stats.slots):
             return False
-        of_sessions = {s.pool_id for s in self._sessions if not s.closed}
+        now_s = self._clock()
+        of_sessions = {s.pool_id for s in self._sessions if self._sessions.is_live(s.session_id, now_s)}
         stay = [pool for pool in self._tree.residents() if pool.pin or pool.pool_id in of_sessions]
         return stats.cells.total - held_cells(self._tree, stay) >= n_cells
 

@@ -106,6 +106,18 @@ async def test_what_is_pinned_or_attached_stays_and_the_request_is_told_at_once(
     assert set(residencies(plane).values()) == {"resident"}
 
 
+async def test_pools_of_sessions_that_were_away_for_long_go_last(engine):
+    async with planes(engine, session_gap_s=0.2) as plane:
+        await plane.create(tokens=[1] * 300, name="attached")
+        plane.control.sessions.name("s", plane.control.clock()).pool_id = 1
+        await plane.create(tokens=[2] * 300, name="nobodys")
+        await asyncio.sleep(0.3)
+        await decide(plane, "x" * 500)
+        assert residencies(plane) == {"attached": "resident", "nobodys": "cold"}
+        await decide(plane, "x" * 900)
+        assert residencies(plane) == {"attached": "cold", "nobodys": "cold"}
+
+
 async def test_nothing_is_evicted_in_vain(plane):
     await plane.create(tokens=[1] * 600, pin=True)
     await plane.create(tokens=[2] * 100)
