@@ -13,7 +13,7 @@ INSTALLED := .venv/installed
 .PHONY: help install engine demo up test test-all lint format check-patches check-containers bench clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: $(INSTALLED)  ## .venv with the package, its extras and the development tools
 
@@ -29,7 +29,7 @@ $(INSTALLED): pyproject.toml
 	@touch $@
 
 engine: install  ## build the patched llama-server into the per-user cache
-	@$(BIN)/polykvctl engine build
+	@$(BIN)/polykvctl engine build >/dev/null
 
 demo: engine  ## the main job on a real engine and model, beside the same work without pools
 	@$(BIN)/polykvctl demo

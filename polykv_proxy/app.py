@@ -129,7 +129,11 @@ async def serve(settings: Settings, *, ready: Callable[[str], None] | None = Non
         await asked.wait()
         relay = app[RELAY]
         relay.drain()
-        log.info("shutting down, %d requests are still running", relay.n_running)
+        log.info(
+            "shutting down: waiting up to %d s for running requests (%d); a second signal ends them",
+            DRAIN_S,
+            relay.n_running,
+        )
         waits = [asyncio.ensure_future(relay.idle.wait()), asyncio.ensure_future(at_once.wait())]
         await asyncio.wait(waits, timeout=DRAIN_S, return_when=asyncio.FIRST_COMPLETED)
         for wait in waits:

@@ -106,7 +106,7 @@ def _tree_table() -> "Table":
 def _where(pool: Mapping[str, Any]) -> "Text":
     from rich.text import Text
 
-    text = Text(str(pool["residency"]), style=_COLOURS.get(pool["residency"], ""))
+    text = Text(str(pool["residency"] or "unknown"), style=_COLOURS.get(pool["residency"], ""))
     if pool.get("pinned"):
         text.append(" pinned", style="magenta")
     if pool.get("auto"):

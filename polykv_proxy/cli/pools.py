@@ -160,8 +160,10 @@ def release(
         if as_json:
             echo_json(answer)
             return
-        for field, value in answer.items():
-            typer.echo(f"{field:<18}{_shown(field, value)}")
+        gone = ", ".join(str(pool_id) for pool_id in answer["released"])
+        typer.echo(f"released pool{'s' if len(answer['released']) > 1 else ''} {gone}")
+        for field in ("freed_now", "freed_later"):
+            typer.echo(f"{field.replace('_', ' '):<12} {_shown(field, answer[field])}")
 
 
 def _control(url: str, admin_key: str | None) -> "ControlClient":
