@@ -287,10 +287,8 @@ class PoolTree:
         if not recursive:
             n_children = len(self._children[pool_id]) + self._n_plans_of.get(pool_id, 0)
             if n_children:
-                raise PoolHasChildren(
-                    f"pool {top.label} has {n_children} {'child' if n_children == 1 else 'children'}",
-                    n_children=n_children,
-                )
+                what = "child" if n_children == 1 else "children"
+                raise PoolHasChildren(f"pool {top.label} has {n_children} {what}", n_children=n_children)
         released = self.subtree(pool_id)[::-1]
         if any(pool.pool_id in self._n_plans_of for pool in released):
             raise PoolInUse(f"a fork below pool {top.label} is being made")

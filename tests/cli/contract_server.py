@@ -124,7 +124,11 @@ class ContractServer:
             case "DELETE", [ref]:
                 recursive = parse_qs(split.query).get("recursive") == ["true"]
                 gone = self.tree.release(self.tree.get(ref).pool_id, recursive=recursive)
-                return 200, {"released": [pool.pool_id for pool in gone], "freed_cells": 12, "later_cells": 0}
+                return 200, {
+                    "released": [pool.pool_id for pool in gone],
+                    "freed_now": {"seq_ids": 1, "kv_cells": 12, "kv_bytes": 1200},
+                    "freed_later": {"kv_cells": 0, "kv_bytes": 0},
+                }
         return 404, {"error": {"message": "no such route", "code": "not_found", "type": "invalid_request_error"}}
 
     def _make(self, plan: Any) -> dict[str, Any]:

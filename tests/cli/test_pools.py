@@ -131,7 +131,7 @@ def test_create_fork_release_from_the_command_line(server: ContractServer, tmp_p
 
     refused = run(server, "release", "base")
     assert (refused.exit_code, refused.stdout) == (1, "")
-    assert refused.stderr == "polykvctl: pool base has 1 children (pool_has_children, HTTP 409)\n"
+    assert refused.stderr == "polykvctl: pool base has 1 child (pool_has_children, HTTP 409)\n"
     released = run(server, "release", "base", "--recursive", "--json")
     assert json.loads(released.stdout)["released"] == [2, 1]
 
