@@ -239,8 +239,8 @@ class Attacher:
         if not _is_told(outcome):
             return plan.miss_reason
         if not _got_less(plan, outcome):
-            if pool is not None:
-                pool.n_hits += 1
+            if pool is not None and plan.miss_reason is None:
+                pool.n_hits += 1  # one that left the pool on the way got what was planned, and is none
             return plan.miss_reason
         self._residency.unsure = True
         self._look()  # for those who come next, if nobody waited for it

@@ -237,6 +237,8 @@ class TurnRelay:
             add_whole(usage, orjson.loads(body))
             if usage.tps is None:
                 await self._ask_rate(usage)
+            if self._plan is not None:
+                await self._control.explain(self._plan, self._outcome(usage))
             body = append_to_object(body, self._object(usage))
         except (orjson.JSONDecodeError, ValueError):
             log.warning("the engine's reply to %s is not JSON; passed on as it is", self._call.path)
@@ -324,14 +326,14 @@ class TurnRelay:
         if self._plan is None or self._settled:
             return
         self._settled = True
-        self._receipt.miss_reason = self._control.settle(
-            self._plan,
-            Outcome(
-                status=self._status,
-                cache_n=usage.cache_n,
-                prompt_n=usage.prompt_n,
-                predicted_n=usage.predicted_n,
-                pool_n=usage.pool_n,
-                tps=usage.tps,
-            ),
+        self._receipt.miss_reason = self._control.settle(self._plan, self._outcome(usage))
+
+    def _outcome(self, usage: Usage) -> Outcome:
+        return Outcome(
+            status=self._status,
+            cache_n=usage.cache_n,
+            prompt_n=usage.prompt_n,
+            predicted_n=usage.predicted_n,
+            pool_n=usage.pool_n,
+            tps=usage.tps,
         )

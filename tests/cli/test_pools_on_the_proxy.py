@@ -53,7 +53,7 @@ async def test_pools_from_birth_to_release(proxy: str) -> None:
     assert "pool_has_children" in refused.stderr
     released = await pools(proxy, "release", "base", "--recursive")
     assert released.exit_code == 0
-    assert released.stdout.splitlines()[0] == "released          3, 2, 1"
+    assert released.stdout.splitlines()[0] == "released pools 3, 2, 1"
     assert "{" not in released.stdout
     assert "No pools" in (await pools(proxy, "tree")).stdout
 

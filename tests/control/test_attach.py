@@ -112,6 +112,13 @@ async def test_no_common_prefix_and_a_partial_one(plane):
     assert (got["timings"]["cache_n"], got["reason"]) == (29, None)
 
 
+async def test_a_prompt_that_leaves_the_pool_on_the_way_is_no_hit(plane):
+    root = await plane.create(messages=[SYSTEM, {"role": "user", "content": LONG}])
+    result = await run(plane, await decide(plane, body=chat("Something else")), body=chat("Something else"))
+    pool = plane.control.tree.get(root["pool_id"])
+    assert (result["reason"], pool.n_queries, pool.n_hits) == ("diverged", 1, 0)
+
+
 async def test_a_short_common_beginning_is_no_automatic_match(plane):
     await plane.create(messages=[SYSTEM])
     body = {"messages": [{"role": "user", "content": "x"}]}
