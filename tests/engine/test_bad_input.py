@@ -1,8 +1,5 @@
 """Bad input gets a JSON error with the right status; nothing is half filled or lost, no other stream notices."""
 
-import json
-import socket
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -318,78 +315,3 @@ def test_idle_slots_give_way_to_a_pool(launch: Launcher, noise: Noise) -> None:
     root = engine.materialize(noise(2, 700))
     assert root["n_tokens"] == 700
     assert engine.ask(noise(2, 700) + noise(3, 20), 4, pool=root["seq"]).pool_n == 700
-
-
-# Clients that leave ------------------------------------------------------------------------------------------------
-
-
-def leave_after_sending(engine: Engine, body: dict[str, Any], linger_s: float) -> None:
-    """Send a whole request, wait a little, and close the connection without reading."""
-    content = json.dumps(body).encode()
-    head = (
-        f"POST {POOLS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
-    )
-    with socket.create_connection(("127.0.0.1", engine.server.port)) as connection:
-        connection.sendall(head.encode() + content)
-        time.sleep(linger_s)
-
-
-def settled(engine: Engine) -> list[str]:
-    """States of the pool sequences once the service slot has nothing more to do."""
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        stats = engine.stats()
-        states = [pool["state"] for pool in engine.pools()]
-        if stats["service"]["state"] == "idle" and stats["n_deferred"] == 0 and "busy" not in states:
-            return states
-        time.sleep(0.05)
-    raise AssertionError(f"never settled: {stats['service']} {states}")
-
-
-def test_client_that_leaves_while_its_pool_is_made(launch: Launcher, noise: Noise) -> None:
-    """The pool is whole or not there, and its sequence can be used again."""
-    engine = launch.pooled("dense", "-b", "64", "-ub", "64", "--no-cache-idle-slots")
-    tokens = noise(1, 6000)
-    leave_after_sending(engine, {"op": "materialize", "tokens": tokens}, linger_s=0.2)
-    states = settled(engine)
-    assert states.count("ready") + states.count("free") == len(states)
-    cells = engine.cells_used()
-    assert cells == 6000 * states.count("ready")
-    engine.free_all()
-    assert engine.cells_used() == 0
-    assert engine.materialize(tokens[:500])["n_tokens"] == 500
-
-
-def test_client_that_leaves_while_it_waits(launch: Launcher, noise: Noise) -> None:
-    """The service slot is busy, two more requests wait, one of their clients goes: only that one is forgotten."""
-    engine = launch.pooled("dense", "-b", "64", "-ub", "64", "--no-cache-idle-slots")
-    leave_after_sending(engine, {"op": "materialize", "tokens": noise(1, 6000), "tag": "long"}, linger_s=0)
-    leave_after_sending(engine, {"op": "materialize", "tokens": noise(2, 100), "tag": "gone"}, linger_s=0.1)
-    patient = engine.materialize(noise(3, 100), tag="patient")
-    settled(engine)
-    ready = {pool["tag"]: pool["n_tokens"] for pool in engine.pools() if pool["state"] == "ready"}
-    assert ready["patient"] == 100
-    assert ready.keys() <= {"patient", "long", "gone"}
-    assert engine.pool(patient["seq"])["state"] == "ready"
-    engine.free_all()
-    assert engine.cells_used() == 0
-
-
-def test_freeing_a_pool_that_is_being_made(launch: Launcher, noise: Noise) -> None:
-    engine = launch.pooled("dense", "-b", "64", "-ub", "64", "--no-cache-idle-slots")
-    seq = engine.pools()[0]["seq"]
-    leave_after_sending(engine, {"op": "materialize", "tokens": noise(1, 7000), "seq": seq}, linger_s=0.1)
-    response = engine.http.delete(f"{POOLS}/{seq}")
-    assert response.status_code in {200, 409, 410}, response.text
-    settled(engine)
-    engine.free_all()
-    assert engine.cells_used() == 0
-
-
-def test_attach_to_a_pool_that_is_being_made_is_served_without(launch: Launcher, noise: Noise) -> None:
-    engine = launch.pooled("dense", "-b", "64", "-ub", "64", "--no-cache-idle-slots")
-    seq = engine.pools()[0]["seq"]
-    leave_after_sending(engine, {"op": "materialize", "tokens": noise(1, 7000), "seq": seq}, linger_s=0.1)
-    done = engine.ask(noise(1, 100), 4, slot=0, pool=seq)
-    assert len(done.tokens) == 4
-    settled(engine)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from .conftest import Launcher
+from .divergence import mean_divergence
 from .hooks import Engine, Running
 from .noise import Noise
 
@@ -54,21 +55,34 @@ def test_pool_survives_a_full_cache(launch: Launcher, noise: Noise) -> None:
 
 
 def test_materialize_without_room_leaves_streams_alone(launch: Launcher, noise: Noise) -> None:
-    """Fits when it starts, no longer when the stream has grown: 507 for the pool, and the stream goes on."""
-    engine = launch("patched", "dense", *FULL, "--polykv-max-pools", "8", "-b", "64", "-ub", "64")
-    quiet = engine.full(noise(1, 100), 700, slot=0).body["content"]
-    engine.erase(0)
+    """Fits when it starts, no longer when the stream has grown: 507 for the pool, and the stream goes on.
+
+    In batches of eight, one of them the stream's, 850 tokens take 122 batches, in which the stream grows by as many:
+    100 + 850 + 122 cells are more than there are.
+    """
+    few = ("--parallel", "2", "--polykv-max-pools", "2", "-b", "8", "-ub", "8")
+    engine = launch("patched", "dense", *FULL, *few)
     with Running(engine, noise(1, 100), 700, id_slot=0) as agent:
         response = engine.http.post(
             "/polykv/engine/pools", json={"op": "materialize", "tokens": noise(2, 850), "seq": -1, "parent_seq": -1}
         )
         last = agent.finished()
-    assert response.status_code in {200, 507}
-    if response.status_code == 507:
-        assert response.json()["error"]["need"] > 0
-        assert last["content"] == quiet
-    else:
-        assert last["truncated"] is True
+    assert response.status_code == 507, response.text
+    assert response.json()["error"]["need"] > 0
+    assert (last["tokens_predicted"], last["truncated"]) == (700, False)
+    assert {pool["state"] for pool in engine.pools()} == {"free"}
+    assert engine.cells_used() == 100 + 699
+    # What the stream left in its cells is what a full prefill of its text puts there, but for rounding: it was written
+    # token by token, between the pool's cells. One wrong token is ten times as far.
+    taken = engine.snapshot(0, want_tokens=True)
+    engine.free(taken["seq"])
+    text, forced = taken["tokens"] + noise(3, 8), noise(4, 16)
+    kept = engine.ask(text, slot=0, forced=forced)
+    assert kept.cache_n == 100 + 699
+    engine.erase(0)
+    full = engine.full(text, slot=0, forced=forced)
+    wrong = engine.full([*text[:300], *noise(5, 1), *text[301:]], slot=0, forced=forced)
+    assert mean_divergence(full.at, kept.at) < mean_divergence(full.at, wrong.at) / 10
 
 
 # Prefill quota ----------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from .conftest import POOLS, SMALL, Launcher
-from .divergence import mean_divergence
+from .divergence import bound, mean_divergence
 from .hooks import Answer, Engine, Refused, Running, answer
 from .noise import Noise
 from .tiny_models import write_tiny_lora
@@ -208,15 +208,25 @@ def test_lora_that_the_pool_was_not_made_with(launch: Launcher, noise: Noise, tm
 
 @pytest.mark.parametrize("kind", ["q8_0", "q4_0", "bf16", "f32"])
 def test_kv_types(launch: Launcher, noise: Noise, kind: str) -> None:
-    engine = launch.pooled("dense", "-ctk", kind, "-ctv", kind)
-    trunk = noise(1, TRUNK_LEN)
-    root = engine.materialize(trunk)
+    """The bound of `test_same_answers`: a slot's own cache against a full prefill, on the same server without pools."""
+    engine = launch.pooled("dense", "-ctk", kind, "-ctv", kind, "-fa", "on", "--no-cache-idle-slots")
+    trunk, forced = noise(1, TRUNK_LEN), noise(3, 40)
     prompt = trunk + noise(2, 20)
-    pooled = engine.ask(prompt, forced=noise(3, 24), slot=0, pool=root["seq"])
-    assert pooled.pool_n == TRUNK_LEN
     engine.warm(trunk, slot=1)
-    own = engine.ask(prompt, forced=noise(3, 24), slot=1)
+    own = engine.ask(prompt, forced=forced, slot=1)
     assert own.cache_n == TRUNK_LEN
+    full = engine.full(prompt, forced=forced, slot=2)
+    for slot in (1, 2):
+        engine.erase(slot)
+
+    root = engine.materialize(trunk)
+    pooled = engine.ask(prompt, forced=forced, slot=0, pool=root["seq"])
+    assert pooled.pool_n == TRUNK_LEN
+    measured, allowed = mean_divergence(full.at, pooled.at), bound(mean_divergence(full.at, own.at))
+    print(f"divergence {measured:.2e} nats, allowed {allowed:.2e}")
+    assert measured <= allowed
+    wrong = engine.full([trunk[1], *trunk[1:], *prompt[TRUNK_LEN:]], forced=forced, slot=3)
+    assert mean_divergence(full.at, wrong.at) > 10 * allowed, "a wrong token must show"
     assert engine.stats()["kv_bytes_per_token"] > 0
 
 
@@ -226,13 +236,16 @@ def test_split_cache_copies_and_answers_the_same(launch: Launcher, noise: Noise,
     engine = launch("patched", model, "-c", "16384", "--parallel", "4", *POOLS)
     trunk = noise(1, TRUNK_LEN)
     root = engine.materialize(trunk)
+    assert engine.cells_used() == TRUNK_LEN
     for prompt in (trunk + noise(2, 20), trunk[:250] + noise(2, 20)):
         pooled = engine.ask(prompt, 24, slot=0, pool=root["seq"])
+        assert engine.cells_used() == TRUNK_LEN + len(prompt) + 23
         whole = prompt[:TRUNK_LEN] == trunk
         assert pooled.pool_n == 0
         assert pooled.cache_n == (TRUNK_LEN if whole else 250) or (model == "hybrid" and not whole)
         assert pooled.tokens == engine.full(prompt, 24, slot=1).tokens
         engine.erase(0)
+        engine.erase(1)
 
 
 def test_sliding_window_without_full_cache_is_refused(launch: Launcher, noise: Noise) -> None:
