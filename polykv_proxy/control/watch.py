@@ -126,7 +126,8 @@ class EngineWatch:
                 log.warning("engine %s: %s", self.state, e.message)
             return
         if (self.state, self.hooks) != before:
-            log.info("engine %s, hooks %s, epoch %s", self.state, self.hooks, self.epoch)
+            for level, line in boot_report(self.hooks is True, self.stats):
+                log.log(level, line)
 
     async def _ask(self) -> Stats | None:
         asked_s = time.monotonic()
@@ -173,3 +174,29 @@ class EngineWatch:
             self.state = "loading"
         elif isinstance(error, UpstreamUnavailable | UpstreamTimeout):
             self.state = "away"  # nobody there, or there and not answering
+
+
+def boot_report(hooks: bool, stats: Stats | None) -> list[tuple[int, str]]:
+    """What an operator should know about the engine that was found: level and line."""
+    if not hooks:
+        return [
+            (
+                logging.WARNING,
+                "the engine is a llama-server without PolyKV hooks: everything is relayed, pools are off "
+                "(`polykvctl engine build` makes one that has them, started with --polykv-max-pools N)",
+            )
+        ]
+    if stats is None or stats.sleeping:
+        return [(logging.INFO, "the engine is ready and sleeps")]
+    lines = [(logging.INFO, f"the engine is ready: {stats.n_slots} slots, up to {stats.max_pools} pools")]
+    if stats.share != "ok":
+        lines.append((logging.WARNING, f"the engine refuses pools: {stats.share}"))
+    if stats.kv_unified is False:
+        lines.append(
+            (
+                logging.WARNING,
+                "the engine runs without --kv-unified: every share is a copy, and the context of a slot is its part "
+                "of the total",
+            )
+        )
+    return lines

@@ -5,6 +5,7 @@ that is no answer (502). A test walks aiohttp's exception classes, so a new one 
 """
 
 import asyncio
+import os
 from typing import Any
 
 import aiohttp
@@ -53,9 +54,17 @@ def map_client_error(exc: BaseException, what: str) -> UpstreamError:
     """Turn an exception of aiohttp or the socket into ours. ``what``: the request, for the message."""
     for foreign, ours, said in _TABLE:
         if isinstance(exc, foreign):
-            detail = str(exc) or type(exc).__name__
-            return ours(f"{what}: {said} ({detail})")
+            return ours(f"{what}: {said} ({_in_short(exc)})")
     return UpstreamError(f"{what}: {type(exc).__name__}: {exc}")
+
+
+def _in_short(exc: BaseException) -> str:
+    """What the system said, without the library's words around it."""
+    if isinstance(exc, aiohttp.ClientConnectorError):
+        exc = exc.os_error
+    if isinstance(exc, OSError) and isinstance(exc.errno, int):
+        return os.strerror(exc.errno)
+    return type(exc).__name__
 
 
 def map_hook_answer(status: int, body: Any, op: str) -> PolyKVError:

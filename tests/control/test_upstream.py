@@ -263,3 +263,15 @@ def test_headers_named_by_connection_are_dropped_both_ways():
     given = [("Connection", "a"), ("connection", "B , c"), ("A", "1"), ("b", "1"), ("C", "1"), ("Content-Length", "1")]
     assert forwardable(given) == []
     assert returnable(given) == [("Content-Length", "1")]
+
+
+async def test_a_refused_connection_is_told_in_the_systems_words(engine):
+    url = engine.url
+    await engine.kill()
+    client = EngineClient(url, None)
+    try:
+        with pytest.raises(errors.ConnectFailed) as refused:
+            await client.stats()
+    finally:
+        await client.close()
+    assert refused.value.message.endswith("cannot connect to the engine (Connection refused)")
