@@ -82,7 +82,7 @@ def stock_divergence(stock: Engine, scenario: Scenario, texts: Texts, shared: Sh
 # The chat model: quantized weights, real text ---------------------------------------------------------------------
 
 CHAT_SCENARIOS = [
-    pytest.param(scenario, id=scenario.name, marks=[] if scenario.name in {"root", "branch"} else [pytest.mark.slow])
+    pytest.param(scenario, id=scenario.name, marks=[] if scenario.name == "root" else [pytest.mark.slow])
     for scenario in SCENARIOS
 ]
 
