@@ -69,9 +69,9 @@ class Control:
             beat=self._beat,
             heartbeat_s=heartbeat_s,
         )
-        self.lease = Lease(self.engine, ttl_s=lease_ttl_s)
         self.room = Room(tree=self.tree, sessions=self.sessions, slots=self.slots, watch=self.watch, clock=clock)
-        self.residency = Residency(self.tree, self.engine, self.watch, self.room)
+        self.residency = Residency(self.tree, self.engine, self.watch, self.room, lambda: self.lease.held)
+        self.lease = Lease(self.engine, on_lost=self.residency.lease_lost, ttl_s=lease_ttl_s)
         self.comparer = Comparer(
             tree=self.tree,
             sessions=self.sessions,
@@ -86,7 +86,7 @@ class Control:
             residency=self.residency,
             room=self.room,
             snapshot_slot=self._pool_of_slot,
-            may_change=lambda: self.lease.held,
+            may_change=lambda: self.owns_engine,
             clock=clock,
         )
         self.views = Views(self.tree, self.sessions, self.watch, clock)
@@ -108,7 +108,12 @@ class Control:
     @property
     def hooks(self) -> bool:
         """The engine is patched, as far as is known, and this proxy is the one that manages it."""
-        return self.watch.hooks is True and self.lease.held
+        return self.watch.hooks is True and self.owns_engine
+
+    @property
+    def owns_engine(self) -> bool:
+        """The lease is held, and what the engine holds is known."""
+        return self.lease.held and self.residency.compared
 
     @property
     def ctx_total(self) -> int | None:
@@ -152,8 +157,14 @@ class Control:
         Raises:  EngineUnpatched, SharingUnsupported (501), EngineOwned (503), UpstreamError and its heirs
         """
         await self.watch.require_sharing()
+        await self._require_owned()
+
+    async def _require_owned(self) -> None:
+        """Raises EngineOwned (503) naming the holder, UpstreamError and its heirs."""
         if not self.lease.held:
             await self.lease.renew()
+        if not self.residency.compared:
+            await self.residency.reconcile()
 
     async def _require_patched(self) -> None:
         """Raises EngineUnpatched (501) in front of a plain llama-server. An engine that is away is no reason."""

@@ -16,7 +16,7 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from polykv_proxy.control.room import Room
@@ -59,14 +59,19 @@ class _Flight:
 class Residency(EngineSequences):
     """The only one who asks the engine for sequences or gives them back."""
 
-    def __init__(self, tree: PoolTree, engine: EngineClient, watch: EngineWatch, room: Room):
-        super().__init__(engine, watch)
+    def __init__(
+        self, tree: PoolTree, engine: EngineClient, watch: EngineWatch, room: Room, is_ours: Callable[[], bool]
+    ):
+        super().__init__(engine, watch, is_ours)
         self._tree, self._room = tree, room
         room.sequences = self
         self._flights: dict[PoolId, _Flight] = {}
         self._needed: Counter[PoolId] = Counter()
         self._evictions: set[asyncio.Task[int | None]] = set()
         self._n_evicted = 0
+        self._before_loss: dict[PoolId, Held] = {}
+        self.compared = True
+        """False after the lease was lost, until the engine's list was read under a new one."""
         self._reconciling = asyncio.Lock()
         # The engine prefills one pool at a time. Here the others wait where they can be seen and cancelled.
         self._service = asyncio.Lock()
@@ -273,7 +278,7 @@ class Residency(EngineSequences):
 
         Raises:  SessionNotResident, SeqIdsExhausted, SharingUnsupported
         """
-        tag = f"{what}-snapshot.{next(self._numbers)}"
+        tag, period = f"{what}-snapshot.{next(self._numbers)}", self._period
         self._tags.add(tag)
         try:
             try:
@@ -282,6 +287,7 @@ class Residency(EngineSequences):
                 if not await self._made_more_room(e, 0):
                     raise
                 made = await self._engine.snapshot(id_slot, tag=tag, want_tokens=True)
+            self.require_period(period)
         except BaseException:
             self.unsure = True
             raise
@@ -300,8 +306,33 @@ class Residency(EngineSequences):
         for pool in list(self._tree):
             if pool.residency == "resident":
                 self._tree.set_residency(pool.pool_id, "cold")
+        self._giving.clear()
+        self._before_loss.clear()
         self._n_changes += 1
-        self.unsure = True
+        self.unsure, self.compared = True, True
+
+    def lease_lost(self) -> None:
+        """Another proxy may do with the sequences what it likes: none of them is ours until the engine was asked."""
+        before = dict(self._before_loss)
+        for pool in self._tree.residents():
+            if pool.seq_id is not None and pool.gen is not None and self._watch.epoch is not None:
+                before[pool.pool_id] = Held(pool.seq_id, pool.gen, self._watch.epoch)
+        self.drop_all()
+        self._before_loss = before
+        self._period += 1
+        self.compared = False
+
+    def _find_again(self, listed: PoolList) -> None:
+        """Pools whose sequence is what it was when the lease was lost, by number, generation and tokens."""
+        ready = {(p.seq, p.gen): p.tokens_hash for p in listed.pools if p.state == "ready"}
+        for pool_id, held in self._before_loss.items():
+            pool = self._tree.find(pool_id)
+            tokens_hash = ready.get((held.seq_id, held.gen))
+            if pool is None or pool.residency != "cold" or held.epoch != listed.epoch or not tokens_hash:
+                continue
+            if int(tokens_hash, 16) == pool.tokens_hash:
+                self._tree.set_residency(pool_id, "resident", seq_id=held.seq_id, gen=held.gen)
+        self._before_loss.clear()
 
     async def reconcile(self) -> None:
         """Compare with what the engine lists: pools it lost go cold, sequences nobody owns are freed.
@@ -312,6 +343,10 @@ class Residency(EngineSequences):
             listed = await self._list_undisturbed()
             if listed is None:
                 return
+            if not self._is_ours():
+                return
+            self._find_again(listed)
+            self.compared = True
             self.unsure = any(p.state == "busy" and p.tag not in self._tags for p in listed.pools)
             ready = {p.seq: p.gen for p in listed.pools if p.state == "ready"}
             owned: set[int] = set()

@@ -1,12 +1,15 @@
 """The engine's sequences: ordering one, finding it again, giving it back.
 
 Whoever gets one adopts it or gives it back in the same step. An operation under way is known by its tag.
+
+A sequence is freed by its number, and the number of one that is gone is soon another's. So what was known in an
+earlier period of the lease is never freed: a period ends when the lease is lost, and with it all claims.
 """
 
 import asyncio
 import itertools
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from polykv_proxy.control.watch import EngineWatch
 from polykv_proxy.errors import (
@@ -32,18 +35,19 @@ STALL_S = 60.0
 class EngineSequences:
     """Knows no pools. ``unsure``: the engine may hold sequences nobody owns, or have lost some of ours."""
 
-    def __init__(self, engine: EngineClient, watch: EngineWatch):
-        self._engine, self._watch = engine, watch
+    def __init__(self, engine: EngineClient, watch: EngineWatch, is_ours: Callable[[], bool]):
+        self._engine, self._watch, self._is_ours = engine, watch, is_ours
         self.stall_s = STALL_S
         self.unsure = True
         self._tags: set[str] = set()
         self._numbers = itertools.count(1)
         self._giving: set[SeqId] = set()
         self._n_changes = 0
+        self._period = 0
 
     async def prefill(self, tokens: Tokens, source: SeqId | None, branch_pos: int, tag: str) -> Materialized:
         """One order, followed to its end; believed only when the hash of what the engine holds is right."""
-        epoch = self._watch.epoch
+        epoch, period = self._watch.epoch, self._period
         try:
             made = await self._order(tokens, source, branch_pos, tag)
         except EngineHung:
@@ -55,10 +59,17 @@ class EngineSequences:
         if made.epoch not in (None, self._watch.epoch) or epoch != self._watch.epoch:
             await self._watch.refresh()
             made = await self._look_for(tag, UpstreamRestarted("the engine was restarted meanwhile"))
+        self.require_period(period)
         if int(made.tokens_hash, 16) != hash_tokens(tokens) or made.n_tokens != len(tokens):
             await self.give_back(SeqId(made.seq))
             raise UpstreamError("the engine holds other tokens than were ordered")
         return made
+
+    def require_period(self, period: int) -> None:
+        """Raises UpstreamRestarted (503) when the lease was lost since: a sequence made before may be gone."""
+        if period != self._period:
+            self.unsure = True
+            raise UpstreamRestarted("another proxy may have managed the engine meanwhile")
 
     async def _order(self, tokens: Tokens, source: SeqId | None, branch_pos: int, tag: str) -> Materialized:
         """Order, and give up an engine that gets nowhere. Raises EngineHung (504), and what the engine answers."""
@@ -125,6 +136,12 @@ class EngineSequences:
         return used
 
     async def _free(self, seq_id: SeqId) -> int | None:
+        if seq_id not in self._giving:
+            return None  # forgotten since it was claimed
+        if not self._is_ours():
+            self.unsure = True
+            self._giving.discard(seq_id)
+            return None
         try:
             freed = await self._engine.free(seq_id)
         except SequenceGone:

@@ -8,6 +8,8 @@ import pytest
 from polykv_proxy.config import load_settings
 from polykv_proxy.control import AttachRequest, Control
 from polykv_proxy.errors import EngineOwned
+from polykv_proxy.tree.prefix import make_tokens
+from polykv_proxy.upstream import EngineClient
 from tests.control.conftest import eventually, planes
 from tests.fake_engine import FakeEngine
 
@@ -68,3 +70,38 @@ async def test_an_engine_that_restarts_learns_its_owner_again(engine):
     async with planes(engine) as plane:
         await engine.restart()
         await eventually(lambda: engine.hooks.owner == plane.control.lease.owner_id)
+
+
+async def test_a_sequence_of_another_proxy_in_an_old_number_is_never_taken_for_ours_nor_freed_in_its_stead(engine):
+    async with planes(engine) as plane:
+        two = await plane.create(tokens=[1, 2, 3], name="two")
+        engine.hooks._owner = ("somebody else", time.monotonic() + 60)
+        await eventually(lambda: not plane.control.hooks)
+        assert plane.control.tree.get("two").seq_id is None
+        other = EngineClient(engine.url)
+        other.owner = "somebody else"
+        await other.free(two["seq_id"])
+        theirs = await other.materialize(make_tokens([1, 2, 3]), tag="pool-1.1")
+        assert theirs.seq == two["seq_id"]
+        await other.close()
+
+        engine.hooks._owner = None
+        await eventually(lambda: plane.control.hooks)
+        assert engine.ready_pools() == []  # theirs has no owner any more, and is not ours by its number alone
+        back = await plane.create(tokens=[7, 8, 9], name="back")
+        assert back["seq_id"] == two["seq_id"]
+        status, _ = await plane.call("DELETE", "/polykv/pools/two")
+        assert status == 200
+        assert [pool.seq for pool in engine.ready_pools()] == [back["seq_id"]]
+
+
+async def test_a_proxy_that_was_suspended_past_its_lease_asks_the_engine_and_finds_its_own_again(engine):
+    async with planes(engine, lease_ttl_s=0.3) as plane:
+        pool = await plane.create(tokens=[1, 2, 3], name="a")
+        control, n_before = plane.control, engine.hooks.n_materialized
+        time.sleep(0.4)  # noqa: ASYNC251 - nothing of this process may run meanwhile
+        assert not control.hooks
+        await eventually(lambda: control.hooks)
+        assert control.tree.get("a").seq_id == pool["seq_id"]
+        assert engine.hooks.n_materialized == n_before
+        assert len(engine.ready_pools()) == 1
