@@ -78,8 +78,10 @@ class Attacher:
     async def _decide(self, request: AttachRequest) -> AttachPlan:
         named = self._named(request)
         # 1.
-        if self._watch.hooks is not True or self._watch.stats is None or not self._may_change():
+        if self._watch.hooks is not True or self._watch.stats is None:
             return AttachPlan(miss_reason="no_pool")
+        if not self._may_change():
+            return AttachPlan(miss_reason="not_resident" if len(self._tree) else "no_pool")
         if self._watch.stats.share != "ok":
             return AttachPlan(miss_reason="swa_or_recurrent")
         if self._looking is not None and not self._looking.done():

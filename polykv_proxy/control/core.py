@@ -89,7 +89,7 @@ class Control:
             may_change=lambda: self.owns_engine,
             clock=clock,
         )
-        self.views = Views(self.tree, self.sessions, self.watch, clock)
+        self.views = Views(self.tree, self.sessions, self.watch, clock, taken_by=lambda: self.lease.taken_by)
         self.pools = PoolWork(
             tree=self.tree,
             sessions=self.sessions,
@@ -166,6 +166,16 @@ class Control:
         if not self.residency.compared:
             await self.residency.reconcile()
 
+    async def _require_not_taken(self) -> None:
+        """Raises EngineOwned (503) when another proxy manages the engine. An engine that is away is no reason."""
+        if self.watch.hooks and self.watch.state == "ready":
+            try:
+                await self._require_owned()
+            except EngineOwned:
+                raise
+            except UpstreamError as e:
+                log.info("not asked who manages the engine: %s", e.message)
+
     async def _require_patched(self) -> None:
         """Raises EngineUnpatched (501) in front of a plain llama-server. An engine that is away is no reason."""
         if self.watch.hooks is False:
@@ -202,9 +212,10 @@ class Control:
 
         Slots hold their own share of the cells, so the sequences are freed now and running turns go on.
 
-        Raises:  PoolNotFound (404), PoolHasChildren, PoolInUse (409), EngineUnpatched (501)
+        Raises:  PoolNotFound (404), PoolHasChildren, PoolInUse (409), EngineUnpatched (501), EngineOwned (503)
         """
         await self._require_patched()
+        await self._require_not_taken()
         pool_id = self.tree.get(ref).pool_id
         return await self._in_own_task(self.pools.release(pool_id, recursive=recursive))
 

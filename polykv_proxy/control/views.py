@@ -34,8 +34,19 @@ def pool_answer(pool: Pool) -> dict[str, Any]:
 
 
 class Views:
-    def __init__(self, tree: PoolTree, sessions: SessionBook, watch: EngineWatch, clock: Callable[[], float]):
+    """``taken_by``: the other proxy that manages the engine, if there is one; what it holds is not ours to show."""
+
+    def __init__(
+        self,
+        tree: PoolTree,
+        sessions: SessionBook,
+        watch: EngineWatch,
+        clock: Callable[[], float],
+        *,
+        taken_by: Callable[[], str | None],
+    ):
         self._tree, self._sessions, self._watch, self._clock = tree, sessions, watch, clock
+        self._taken_by = taken_by
         # Taken once: the time of one thing must not differ between two answers.
         self._unix_offset_s = time.time() - clock()
 
@@ -46,7 +57,7 @@ class Views:
         """
         top = self._tree.get(ref).pool_id if ref is not None else None
         stats = self._watch.stats
-        answers = self._watch.state != "away"
+        answers = self._watch.state != "away" and self._taken_by() is None
         cells = stats.cells if stats is not None and answers and not self._watch.sleeping else None
         resident = len(self._tree.residents())
         facts = EngineFacts(
@@ -77,6 +88,9 @@ class Views:
         watch = self._watch
         ready = watch.state == "ready"
         status = {"ready": "ok", "loading": "loading"}.get(watch.state, "upstream_unavailable")
+        taken_by = self._taken_by() if ready and watch.hooks else None
+        if taken_by is not None:
+            ready, status = False, "not_owner"
         return ready, {
             "status": status,
             "engine": {
@@ -85,6 +99,7 @@ class Views:
                 "hooks": watch.hooks,
                 "epoch": watch.epoch,
                 "share": watch.stats.share if watch.stats is not None else None,
+                "owner": taken_by,
                 "error": watch.failure.message if watch.failure is not None else None,
             },
             "pools": len(self._tree),

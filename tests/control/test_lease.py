@@ -57,13 +57,21 @@ async def test_a_proxy_whose_lease_was_taken_changes_nothing_and_serves_unpooled
         await eventually(lambda: not plane.control.hooks)
         error = await plane.refused(503, "engine_owned", "POST", "/polykv/pools", {"tokens": [1]})
         assert error["owner"] == "somebody else"
+        await plane.refused(503, "engine_owned", "DELETE", "/polykv/pools/a")
+        status, health = await plane.call("GET", "/polykv/health")
+        assert (status, health["status"], health["engine"]["owner"]) == (503, "not_owner", "somebody else")
+        status, view = await plane.call("GET", "/polykv/pools/a")
+        assert status == 200
+        assert [(pool["residency"], pool["seq_id"]) for pool in view["pools"]] == [(None, None)]
         plan = await plane.control.decide_attach(AttachRequest(path="/completion", body={"prompt": "A" * 41}))
-        assert plan.pool_id is None
+        assert (plan.pool_id, plan.miss_reason) == (None, "not_resident")
         await asyncio.sleep(0.2)
         assert len(engine.ready_pools()) == 1
         engine.hooks._owner = None
         await eventually(lambda: plane.control.hooks)
         await plane.create(tokens=[1])
+        assert plane.control.tree.get("a").residency == "resident"  # nobody touched it meanwhile
+        assert (await plane.call("GET", "/polykv/health"))[0] == 200
 
 
 async def test_an_engine_that_restarts_learns_its_owner_again(engine):
