@@ -17,7 +17,7 @@ from polykv_proxy.sessions import SessionBook
 from polykv_proxy.tree.pool import Pool
 from polykv_proxy.tree.prefix import Tokens
 from polykv_proxy.tree.tree import PoolTree
-from polykv_proxy.upstream import EngineClient
+from polykv_proxy.upstream import EngineClient, PromptTooLarge
 
 log = logging.getLogger("polykv.attach")
 
@@ -152,6 +152,9 @@ class Comparer:
         """
         try:
             rendered = await self._engine.render(request.path, request.body)
+        except PromptTooLarge as e:
+            log.info("not rendered: %s", e.message)
+            raise Unpooled("diverged") from e  # no pool is so long: the prompt leaves each of them somewhere
         except PolyKVError as e:
             log.info("not rendered: %s", e.message)
             raise Unpooled("not_resident") from e

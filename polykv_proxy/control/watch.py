@@ -148,6 +148,7 @@ class EngineWatch:
                 self._on_lost()
             return stats
         self.stats, self.asked_s = stats, asked_s
+        self.engine.n_ctx = stats.n_ctx_slot
         if stats.epoch != self.epoch:
             if self.epoch is not None:
                 log.warning("the engine was restarted (epoch %s, was %s)", stats.epoch, self.epoch)

@@ -10,9 +10,10 @@ from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, ValidationError
 
 from polykv_proxy.control import Source
-from polykv_proxy.errors import InvalidJson, RequestError
+from polykv_proxy.errors import ContextLengthExceeded, InvalidJson, RequestError
 from polykv_proxy.ids import SessionId
 
+_LISTS = ("tokens", "own_tokens", "prompt")
 _SOURCES = ("tokens", "own_tokens", "prompt", "messages", "from_session")
 MAX_TTL_S = 10 * 365 * 86400.0
 
@@ -86,10 +87,11 @@ class MatchBody(SourceFields):
 Read = TypeVar("Read", bound=_Body)
 
 
-async def read_body(request: web.Request, model: type[Read]) -> Read:
-    """Read and check a body.
+async def read_body(request: web.Request, model: type[Read], n_ctx: int | None) -> Read:
+    """Read and check a body. Lists longer than the context (``n_ctx`` tokens) are not looked at any further.
 
-    Raises:  InvalidJson (400) with the position, RequestError (400) naming the field, HTTPRequestEntityTooLarge
+    Raises:  InvalidJson (400) with the position, RequestError (400) naming the field, ContextLengthExceeded (400),
+             HTTPRequestEntityTooLarge
     """
     if request.headers.get("Content-Encoding", "identity").lower() != "identity":
         raise RequestError("compressed bodies are not read here")
@@ -107,6 +109,12 @@ async def read_body(request: web.Request, model: type[Read]) -> Read:
         ) from e
     if not isinstance(parsed, dict):
         raise RequestError("the body must be a JSON object")
+    for name in _LISTS if n_ctx is not None else ():
+        given = parsed.get(name)
+        if isinstance(given, list) and n_ctx is not None and len(given) > n_ctx:
+            error = ContextLengthExceeded(n_prompt_tokens=len(given), n_ctx=n_ctx)
+            error.param = name
+            raise error
     try:
         return model.model_validate(parsed)
     except ValidationError as e:

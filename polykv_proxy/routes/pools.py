@@ -12,13 +12,13 @@ from polykv_proxy.routes.body import CreateBody, ForkBody, MatchBody, query_flag
 
 def pool_routes(control: Control) -> list[web.RouteDef]:
     async def create(request: web.Request) -> web.Response:
-        body = await read_body(request, CreateBody)
+        body = await read_body(request, CreateBody, control.ctx_total)
         order = CreatePool(source=body.source(), name=body.name, pin=bool(body.pin), ttl_s=body.ttl_s)
         answer = await control.create_pool(order)
         return json_answer(answer, status=201, headers={"Location": f"/polykv/pools/{answer['pool_id']}"})
 
     async def fork(request: web.Request) -> web.Response:
-        body = await read_body(request, ForkBody)
+        body = await read_body(request, ForkBody, control.ctx_total)
         order = ForkPool(
             source=body.source(),
             branch_pos=body.branch_pos,
@@ -43,7 +43,7 @@ def pool_routes(control: Control) -> list[web.RouteDef]:
         return json_answer(await control.release_pool(request.match_info["ref"], recursive=recursive))
 
     async def match(request: web.Request) -> web.Response:
-        body = await read_body(request, MatchBody)
+        body = await read_body(request, MatchBody, control.ctx_total)
         body.one_source()
         prompt = {"prompt": body.tokens if body.tokens is not None else body.prompt}
         chat = {

@@ -21,7 +21,7 @@ from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt,
 from yarl import URL
 
 from polykv_proxy.errors import ConnectFailed, UpstreamError, UpstreamUnavailable
-from polykv_proxy.upstream.errors import FOREIGN, map_client_error, map_hook_answer
+from polykv_proxy.upstream.errors import FOREIGN, PromptTooLarge, map_client_error, map_hook_answer
 from polykv_proxy.upstream.headers import forwardable, returnable
 from polykv_proxy.upstream.wire import Freed, Materialized, PoolList, Rendered, Stats, Tokens
 
@@ -31,6 +31,11 @@ CONNECT_S = 5.0
 READ_S = 5.0
 RENDER_S = 30.0
 MUTATE_S = 120.0
+
+RENDERS_AT_ONCE = 2
+"""A template can take minutes, and the engine goes on with it when nobody listens: its other threads stay free."""
+RENDER_BYTES_PER_TOKEN, RENDER_BYTES = 256, 64 << 10
+"""A body larger than this times the context, plus that, cannot fit, and is not rendered."""
 
 Body = bytes | AsyncIterable[bytes] | None
 Answer = TypeVar("Answer", bound=BaseModel)
@@ -94,6 +99,9 @@ class EngineClient:
         self.base_url = base_url.rstrip("/")
         self._api_key = api_key
         self.owner: str | None = None
+        self.n_ctx: int | None = None
+        """The context of one slot, as soon as the stats said it."""
+        self._renders = asyncio.Semaphore(RENDERS_AT_ONCE)
         self._sessions: dict[bool, aiohttp.ClientSession] = {}
 
     async def close(self) -> None:
@@ -185,12 +193,15 @@ class EngineClient:
         return await self._read(lambda: self._hook("GET", "/pools", None, "list", READ_S), PoolList)
 
     async def render(self, path: str, body: dict[str, Any]) -> Rendered:
-        """Tokenize a body exactly as the route ``path`` would.
+        """Tokenize a body exactly as the route ``path`` would. Waits for its turn; leaving closes the connection.
 
-        Raises:  RequestError (400) when the route would refuse it
+        Raises:  RequestError (400) when the route would refuse it, PromptTooLarge (400) without asking
         """
         asked = orjson.dumps({"path": path, "body": body}, option=orjson.OPT_NON_STR_KEYS)
-        answer = await _retry(lambda: self._hook("POST", "/render", asked, "render", RENDER_S))
+        if self.n_ctx is not None and len(asked) > RENDER_BYTES_PER_TOKEN * self.n_ctx + RENDER_BYTES:
+            raise PromptTooLarge(n_bytes=len(asked), n_ctx=self.n_ctx)
+        async with self._renders:
+            answer = await _retry(lambda: self._hook("POST", "/render", asked, "render", RENDER_S))
         try:
             return Rendered.read(answer)
         except (KeyError, TypeError, ValueError, OverflowError) as e:

@@ -82,12 +82,21 @@ async def test_a_request_that_finds_no_room(make_proxy: ProxyMaker, path: str, s
 async def test_a_prefix_too_long_has_llama_servers_type_and_numbers(make_proxy: ProxyMaker) -> None:
     async with FakeEngine(n_ctx_slot=100) as engine, make_proxy(engine.url) as proxy:
         await made(proxy, tokens=[1])
-        orders = {"/polykv/pools": {"tokens": [1] * 200}, "/polykv/pools/1/fork": {"own_tokens": [1] * 199}}
-        for path, body in orders.items():
+        own = "/polykv/pools/1/fork"
+        orders = (
+            ("/polykv/pools", {"tokens": [1] * 200}, 200),
+            (own, {"own_tokens": [1] * 99}, 100),  # with the parent's
+            (own, {"own_tokens": [1] * 199}, 199),  # refused by its own length, whatever the parent has
+        )
+        for path, body, n_tokens in orders:
             answer = await proxy.client.post(path, json=body)
             error = error_of(answer)
             assert (answer.status_code, error["code"]) == (400, "context_length_exceeded")
-            assert (error["type"], error["n_prompt_tokens"], error["n_ctx"]) == ("exceed_context_size_error", 200, 100)
+            assert (error["type"], error["n_prompt_tokens"], error["n_ctx"]) == (
+                "exceed_context_size_error",
+                n_tokens,
+                100,
+            )
 
 
 @pytest.mark.parametrize("given", [{"prompt": TEXT[:9]}, {"tokens": [89]}, {"tokens": [10**6]}, {"own_tokens": [300]}])
