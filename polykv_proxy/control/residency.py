@@ -270,7 +270,8 @@ class Residency(EngineSequences):
             missing = refused.extra.get("cells_missing")
             if missing is not None:
                 # What could go, and would not be enough, is still there.
-                refused.extra["cells_missing"] = max(1, missing - self._room.n_evictable())
+                missing = refused.extra["cells_missing"] = max(1, missing - self._room.n_evictable())
+                refused.message = f"the KV cache is full: this pool needs {n_cells} cells, {missing} are missing"
         return self._n_evicted > before
 
     async def snapshot(self, id_slot: int, what: str) -> Materialized:

@@ -4,8 +4,8 @@
               control plane too. Compared in constant time, against all of them.
     loopback  without any key at all, the control plane answers only peers on this machine that come directly: a request
               that a reverse proxy forwarded is not from this machine.
-    pages     and of those only what is addressed to this machine by name: a foreign ``Host`` (DNS rebinding) or
-              ``Origin`` (a page in a browser) is refused.
+    pages     and of those only what is addressed to this machine by name: a foreign ``Host`` (DNS rebinding; in an
+              absolute target its authority, which counts instead) or ``Origin`` (a page in a browser) is refused.
 
 How it is mounted: the application makes one ``Guard(settings)`` and calls ``guard.check(request, control=...)`` before
 anything else is done with a request; it raises ``KeyWrong`` (401) or ``Forbidden`` (403). ``control`` is True for
@@ -15,6 +15,7 @@ llama-server: ``GET /health``, ``GET /v1/health`` and ``OPTIONS``.
 
 import hashlib
 import hmac
+import re
 from ipaddress import IPv6Address, ip_address
 from urllib.parse import urlsplit
 
@@ -79,6 +80,8 @@ class Guard:
         hosts = request.headers.getall("Host", [])
         if len(hosts) > 1 or (hosts and not _names_this_machine("http://" + hosts[0])):
             raise Forbidden("foreign Host")
+        if not request.raw_path.startswith("/") and not _names_this_machine(_origin_of(request.raw_path)):
+            raise Forbidden("foreign Host in the request target")
         origins = request.headers.getall("Origin", [])
         if any(not _names_this_machine(origin) for origin in origins):
             raise Forbidden("foreign Origin")
@@ -118,6 +121,12 @@ def _names_this_machine(url: str) -> bool:
     if host is None or parts.username is not None or parts.path not in ("", "/"):
         return False
     return host in ("localhost", "localhost.") or _is_loopback(host)
+
+
+def _origin_of(target: str) -> str:
+    """Scheme and authority of an absolute request target."""
+    scheme, separator, rest = target.partition("://")
+    return scheme + separator + re.split(r"[/?#\\]", rest, maxsplit=1)[0]
 
 
 def _is_loopback(text: str) -> bool:

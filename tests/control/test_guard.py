@@ -180,3 +180,22 @@ def test_every_key_is_compared_in_constant_time_and_kept_only_as_a_hash(monkeypa
     assert not any(b"data-1" in part or b"boss" in part for pair in compared for part in pair)
     assert "data-1" not in repr(vars(BOTH))
     assert "==" not in inspect.getsource(Guard._holds)
+
+
+@pytest.mark.parametrize(
+    ("authority", "status"),
+    [
+        ("localhost", 200),
+        ("127.0.0.1:8090", 200),
+        ("[::1]:8090", 200),
+        ("evil.com", 403),
+        ("evil.com@127.0.0.1", 403),
+        ("127.0.0.1@evil.com", 403),
+        ("127.0.0.1.evil.com", 403),
+        ("", 403),
+    ],
+)
+def test_the_authority_of_an_absolute_target_must_be_this_machine_whatever_host_says(authority, status):
+    target = f"http://{authority}/polykv/pools"
+    assert verdict(OPEN, request(target), control=True) == status
+    assert verdict(ADMIN, request(target, **bearer("boss")), control=True) == 200

@@ -252,6 +252,7 @@ async def test_create_and_fork_evict_but_not_what_they_need():
         assert residencies(plane) == {"parent": "resident", "other": "cold", None: "resident"}
         error = await plane.refused(507, "kv_exhausted", "POST", PARENT, {"own_tokens": [4] * 650})
         assert error["cells_missing"] == 400 + 650 - 1000  # the child of 500 could go, and it would not be enough
+        assert error["message"] == "the KV cache is full: this pool needs 650 cells, 50 are missing"
         assert residencies(plane)[None] == "resident"
 
 
