@@ -142,6 +142,29 @@ class ContextLengthExceeded(RequestError):
         )
 
 
+class PromptTooLarge(ContextLengthExceeded):
+    """So many bytes are never the tokens of one context: not even rendered."""
+
+    def __init__(self, *, n_bytes: int, n_ctx: int):
+        RequestError.__init__(
+            self,
+            f"the prompt ({n_bytes} bytes) is too large for the available context size ({n_ctx} tokens)",
+            type="exceed_context_size_error",
+            n_bytes=n_bytes,
+            n_ctx=n_ctx,
+        )
+
+
+class BodyTimeout(RequestError):
+    status = 408
+    code = "body_timeout"
+
+
+class HeadersTooLarge(RequestError):
+    status = 431
+    code = "headers_too_large"
+
+
 # Nothing free right now --------------------------------------------------------------------------------------------
 
 

@@ -11,13 +11,13 @@ from typing import Any
 from polykv_proxy.control.orders import AttachPlan, AttachRequest
 from polykv_proxy.control.seen import MARGIN_TOKENS, Seen, SeenBook, chain_of, whole_key
 from polykv_proxy.control.watch import EngineWatch
-from polykv_proxy.errors import PolyKVError
+from polykv_proxy.errors import PolyKVError, PromptTooLarge
 from polykv_proxy.ids import PoolId
 from polykv_proxy.sessions import SessionBook
 from polykv_proxy.tree.pool import Pool
 from polykv_proxy.tree.prefix import Tokens
 from polykv_proxy.tree.tree import PoolTree
-from polykv_proxy.upstream import EngineClient, PromptTooLarge
+from polykv_proxy.upstream import EngineClient
 
 log = logging.getLogger("polykv.attach")
 

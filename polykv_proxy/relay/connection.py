@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 from aiohttp import HttpVersion11, http_exceptions, web
 
-from polykv_proxy.errors import InvariantError, PolyKVError, RequestError
+from polykv_proxy.errors import HeadersTooLarge, InvariantError, PolyKVError, RequestError
 from polykv_proxy.relay.refusals import refusal
 
 log = logging.getLogger("polykv.http")
@@ -37,11 +37,6 @@ _UNREADABLE: dict[type[Exception], str] = {
     http_exceptions.TransferEncodingError: "the chunks of the body cannot be read",
     http_exceptions.ContentLengthError: "the body does not have the announced length",
 }
-
-
-class HeadersTooLarge(RequestError):
-    status = 431
-    code = "headers_too_large"
 
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

@@ -13,7 +13,7 @@ import orjson
 from aiohttp import HttpVersion11, web
 from multidict import CIMultiDict
 
-from polykv_proxy.errors import BodyTooLarge, PolyKVError, RequestError, UpstreamError
+from polykv_proxy.errors import BodyTimeout, BodyTooLarge, PolyKVError, RequestError, UpstreamError
 from polykv_proxy.relay.dialects import Dialect
 from polykv_proxy.relay.refusals import refusal, refusal_event, refusal_headers
 from polykv_proxy.upstream import UpstreamResponse
@@ -26,11 +26,6 @@ STALL_S = 60.0
 _READ_AT_ONCE = 1 << 20
 _WRITES_WITHOUT_WAITING = 1 << 16
 _ADDED_BY_AIOHTTP = ("Date", "Server", "Content-Type")
-
-
-class BodyTimeout(RequestError):
-    status = 408
-    code = "body_timeout"
 
 
 class ClientStalled(ConnectionError):

@@ -7,7 +7,7 @@ errors   every foreign exception and every answer of the hooks becomes one of ou
 """
 
 from polykv_proxy.upstream.client import EngineClient, UpstreamResponse
-from polykv_proxy.upstream.errors import PromptTooLarge, map_client_error
+from polykv_proxy.upstream.errors import map_client_error
 from polykv_proxy.upstream.headers import forwardable
 from polykv_proxy.upstream.wire import (
     Cells,
@@ -29,7 +29,6 @@ __all__ = [
     "Materialized",
     "PoolList",
     "PoolSequence",
-    "PromptTooLarge",
     "Rendered",
     "SlotStats",
     "Stats",

@@ -20,8 +20,8 @@ from pydantic import BaseModel, ValidationError
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_exponential
 from yarl import URL
 
-from polykv_proxy.errors import ConnectFailed, UpstreamError, UpstreamUnavailable
-from polykv_proxy.upstream.errors import FOREIGN, PromptTooLarge, map_client_error, map_hook_answer
+from polykv_proxy.errors import ConnectFailed, PromptTooLarge, UpstreamError, UpstreamUnavailable
+from polykv_proxy.upstream.errors import FOREIGN, map_client_error, map_hook_answer
 from polykv_proxy.upstream.headers import forwardable, returnable
 from polykv_proxy.upstream.wire import Freed, Materialized, PoolList, Rendered, Stats, Tokens
 

@@ -30,20 +30,6 @@ from polykv_proxy.errors import (
     UpstreamUnavailable,
 )
 
-
-class PromptTooLarge(ContextLengthExceeded):
-    """So many bytes are never the tokens of one context: not even rendered."""
-
-    def __init__(self, *, n_bytes: int, n_ctx: int):
-        RequestError.__init__(
-            self,
-            f"the prompt ({n_bytes} bytes) is too large for the available context size ({n_ctx} tokens)",
-            type="exceed_context_size_error",
-            n_bytes=n_bytes,
-            n_ctx=n_ctx,
-        )
-
-
 # The first row that fits decides, so special ones come first.
 _TABLE: tuple[tuple[type[BaseException], type[UpstreamError], str], ...] = (
     (aiohttp.ConnectionTimeoutError, ConnectFailed, "connecting took too long"),
