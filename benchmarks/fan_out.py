@@ -9,8 +9,8 @@ warm   the same server, all four slots have seen the prefix
 pool   `polykvctl up` (the same sizes, `--polykv-max-pools 16`), the prefix is a pool, agents name it
 
 Warm and pool rounds alternate, so that both see the same machine, and each arm is judged by its best round: whatever
-else runs here can only slow a round down. While a ratio is not met, up to three times as many rounds are run, as many
-of the one as of the other. `--assert` ends with 1 unless
+else runs here can only slow a round down. Building a pool and a cold prefill of the same text take turns as well, each
+first in every other pair, and are judged by their medians. `--assert` ends with 1 unless
 
 - a pool round takes at most 0.95 of a warm one and at most 1/10 of the cold one,
 - every agent reuses the whole pool (or all but its last token),
@@ -43,7 +43,7 @@ N_PREFIX = 1740
 SIZES = ("-c", "16384", "--parallel", str(N_AGENTS), "--kv-unified")
 STOCK_THREADS = ("-t", "2")
 
-PREFILLS = ("Birch", "Cedar", "Elder", "Hazel")
+PREFILLS = ("Birch", "Cedar", "Elder", "Hazel", "Maple", "Rowan")
 
 MAX_OF_WARM = 0.95
 MAX_OF_COLD = 0.1
@@ -191,6 +191,13 @@ def build_pool(proxy: ProxyStack, system: str, name: str) -> dict[str, Any]:
     return made
 
 
+def build_alone(proxy: ProxyStack, system: str) -> float:
+    """A pool that is built and released again: milliseconds of its prefill."""
+    made = build_pool(proxy, system, "alone")
+    proxy.http.delete(f"/polykv/pools/{made['pool_id']}").raise_for_status()
+    return float(made["materialize_ms"])
+
+
 def prefill_alone(stock: EngineServer, system: str) -> float:
     """One request on a server that never saw its prompt: milliseconds of its prefill."""
     response = stock.http.post("/v1/chat/completions", json=chat(system, "Begin.") | {"max_tokens": 1})
@@ -209,7 +216,8 @@ def repeats_for(stock: EngineServer) -> int:
     return (N_PREFIX - n_tokens[0]) * 10 // (n_tokens[1] - n_tokens[0]) + 2
 
 
-def measure(n_rounds: int, say: Any) -> Measured:
+def measure(n_rounds: int, say: Any, up_to: int | None = None) -> Measured:
+    """``up_to``: while a ratio of the rounds is not met, run more of them, as many warm as pool ones, up to this many."""
     found = Measured()
     with ExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="polykv-fan-out-")))
@@ -217,18 +225,20 @@ def measure(n_rounds: int, say: Any) -> Measured:
         stock = stack.enter_context(EngineServer(binary_path("stock"), model, *STOCK_THREADS, *SIZES, log_dir=logs))
         proxy = stack.enter_context(ProxyStack(binary_path("patched"), model, *STOCK_THREADS, log_dir=logs))
         n_repeats = repeats_for(stock)
-        for name in PREFILLS:
-            say(f"a cold prefill, then a pool of the same length ({name})")
-            found.prefill_ms.append(prefill_alone(stock, system_text(name, n_repeats)))
-            made = build_pool(proxy, system_text(name, n_repeats), name)
-            found.build_ms.append(made["materialize_ms"])
-            proxy.http.delete(f"/polykv/pools/{made['pool_id']}").raise_for_status()
+        for number, name in enumerate(PREFILLS):
+            say(f"a cold prefill and a pool of the same length ({name})")
+            arms = [
+                lambda text: found.prefill_ms.append(prefill_alone(stock, text)),
+                lambda text: found.build_ms.append(build_alone(proxy, text)),
+            ]
+            for measure_arm in arms if number % 2 else reversed(arms):
+                measure_arm(system_text(name, n_repeats))
         system = system_text("Alder", n_repeats)
         say("four agents on a cold stock server")
         found.cold.append(stock_round(stock, system, 0))
         found.prefix_n = build_pool(proxy, system, "project")["prefix_len"]
         before = cells_used(proxy) - found.prefix_n
-        for number in range(1, 3 * n_rounds + 1):
+        for number in range(1, (up_to or n_rounds) + 1):
             if number > n_rounds and found.of_warm <= MAX_OF_WARM and found.of_cold <= MAX_OF_COLD:
                 break
             say(f"round {number}: warm, then pool")
