@@ -100,16 +100,30 @@ async def _running(app: web.Application) -> AsyncIterator[None]:
 
 @contextlib.asynccontextmanager
 async def serving(settings: Settings) -> AsyncIterator[tuple[str, web.Application]]:
-    """The proxy on ``settings.host:port`` (0 = a free one) for as long as the block runs. Gives its URL."""
+    """The proxy on every address of ``settings.hosts`` for as long as the block runs. Gives the URL of the first.
+
+    All have one port; where any will do (0), it is the one that the first address got.
+
+    Raises:  OSError when one of them cannot be used; then none is served
+    """
     app = make_app(settings)
     runner = AppRunner(app, app[SHORT_WAY])
     await runner.setup()
     try:
-        await web.TCPSite(runner, settings.host, settings.port, reuse_address=True, backlog=1024).start()
-        host, port = runner.addresses[0][:2]
-        yield f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}", app
+        port = settings.port
+        for host in settings.hosts:
+            await web.TCPSite(runner, host, port, reuse_address=True, backlog=1024).start()
+            port = port or runner.addresses[0][1]
+        first, *others = (_url_of(*address[:2]) for address in runner.addresses)
+        if others:
+            log.info("also listening on %s", ", ".join(others))
+        yield first, app
     finally:
         await runner.cleanup()
+
+
+def _url_of(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 async def serve(settings: Settings, *, ready: Callable[[str], None] | None = None) -> None:

@@ -32,8 +32,11 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True, validate_default=True)
 
-    host: str = Field("127.0.0.1", description="Address the proxy listens on.")
-    port: int = Field(8090, ge=0, le=65535, description="Port the proxy listens on; 0 = a free one.")
+    host: str = Field(
+        "127.0.0.1",
+        description="Addresses the proxy listens on, comma-separated; the first is the one it names.",
+    )
+    port: int = Field(8090, ge=0, le=65535, description="Port on all these addresses; 0 = a free one.")
     upstream_url: str = Field("http://127.0.0.1:8080", description="The llama-server.")
     upstream_api_key: SecretStr | None = Field(
         None, description="Key sent upstream; a client's own key is never forwarded."
@@ -84,6 +87,22 @@ class Settings(BaseSettings):
         32 << 20, ge=1024, description="Larger bodies in bytes on the routes that are parsed get 413."
     )
 
+    @field_validator("host", mode="before")
+    @classmethod
+    def _tidy_hosts(cls, value: Any) -> Any:
+        """One comma-separated string (environment, flag) or a list (TOML); spaces, gaps and repetitions go."""
+        if isinstance(value, list | tuple) and all(isinstance(part, str) for part in value):
+            value = ",".join(value)
+        if not isinstance(value, str):
+            return value
+        hosts = dict.fromkeys(part.strip() for part in value.split(",") if part.strip())
+        if not hosts:
+            raise ValueError("needs at least one address")
+        for host in hosts:
+            if host.endswith(".sock"):
+                raise ValueError(f"{host}: the proxy listens on IP addresses, not on UNIX sockets")
+        return ",".join(hosts)
+
     @field_validator("api_key", mode="before")
     @classmethod
     def _split_keys(cls, value: Any) -> Any:
@@ -113,6 +132,11 @@ class Settings(BaseSettings):
         if parts.scheme not in ("http", "https") or not parts.hostname or not port_ok or parts.query or parts.fragment:
             raise ValueError("must be like http://127.0.0.1:8080")
         return value.rstrip("/")
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """The addresses of ``host``, at least one."""
+        return tuple(self.host.split(","))
 
     @property
     def data_keys(self) -> tuple[str, ...]:

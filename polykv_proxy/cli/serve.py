@@ -12,7 +12,7 @@ from polykv_proxy.cli.output import AdminKey, AsJson
 def serve(
     *,
     upstream: Annotated[str | None, typer.Option("--upstream", "--upstream-url", help="The llama-server.")] = None,
-    host: Annotated[str | None, typer.Option("--host", help="Address to listen on.")] = None,
+    host: Annotated[str | None, typer.Option("--host", help="Addresses to listen on, comma-separated.")] = None,
     port: Annotated[int | None, typer.Option("--port", help="Port to listen on; 0 = a free one.")] = None,
     mode: Annotated[str | None, typer.Option("--mode", help="auto or explicit.")] = None,
     state: Annotated[
@@ -34,8 +34,9 @@ def serve(
     settings = load_settings(
         config, upstream_url=upstream, host=host, port=port, mode=mode, state=state, admin_key=admin_key
     )
-    if settings.port:
-        choose_port(settings.host, settings.port, flag="--port")
+    if settings.port or len(settings.hosts) > 1:
+        chosen = choose_port(*settings.hosts, wanted=settings.port, flag="--port")
+        settings = settings.model_copy(update={"port": chosen})
 
     from polykv_proxy.app import run  # after the checks: a wrong setting is told before the heavy imports
 

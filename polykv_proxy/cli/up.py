@@ -28,7 +28,7 @@ def up(
         list[str] | None, typer.Argument(metavar="[-- ENGINE ARGS]", help="Passed to llama-server after ours.")
     ] = None,
     model: Annotated[Path | None, typer.Option("--model", help="GGUF file; default: the tests' chat model.")] = None,
-    host: Annotated[str | None, typer.Option("--host", help="Address of the proxy.")] = None,
+    host: Annotated[str | None, typer.Option("--host", help="Addresses of the proxy, comma-separated.")] = None,
     port: Annotated[int | None, typer.Option("--port", help="Port of the proxy, default 8090; 0 = a free one.")] = None,
     engine_port: Annotated[int, typer.Option("--engine-port", min=0, max=65535, help="0 = a free one.")] = 8080,
     parallel: Annotated[int, typer.Option("--parallel", min=1, help="Slots of the engine.")] = 4,
@@ -57,12 +57,12 @@ def up(
 
     if model is not None and not model.is_file():
         raise typer.BadParameter(f"there is no file {model}", param_hint="--model")
-    chosen_engine_port = choose_port(LOOPBACK, engine_port, flag="--engine-port")
+    chosen_engine_port = choose_port(LOOPBACK, wanted=engine_port, flag="--engine-port")
     engine_url = f"http://{LOOPBACK}:{chosen_engine_port}"
     asked = load_settings(
         config, upstream_url=engine_url, host=host, port=port, mode=mode, state=state, admin_key=admin_key
     )
-    settings = asked.model_copy(update={"port": choose_port(asked.host, asked.port, flag="--port")})
+    settings = asked.model_copy(update={"port": choose_port(*asked.hosts, wanted=asked.port, flag="--port")})
     with BuildProgress() as progress:
         binary = engine or ensure_engine(progress)
         model = model or ensure_model(CHAT_MODEL, progress.say)
@@ -137,13 +137,10 @@ def _fresh_log(settings: "Settings", engine_port: int) -> Path:
 
 
 def _proxy_url(settings: "Settings") -> str:
-    """Where to reach it from this machine; an address that means "all" is not one to connect to."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(settings.host, settings.host)
-    return (
-        f"http://[{host}]:{settings.port}"
-        if host.count(":") > 1 and "[" not in host
-        else f"http://{host}:{settings.port}"
-    )
+    """Where to reach its first address from this machine; one that means "all" is not one to connect to."""
+    first = settings.hosts[0]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(first, first)
+    return f"http://[{host}]:{settings.port}" if ":" in host else f"http://{host}:{settings.port}"
 
 
 def _announce(settings: "Settings", engine: "Child", proxy: "Child", *, as_json: bool) -> None:

@@ -1,6 +1,7 @@
 """The command line of a local llama-server, as ``polykvctl up`` wants it."""
 
 import contextlib
+import errno
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from pathlib import Path
 from polykv_proxy.engine.problem import EngineProblem
 
 LOOPBACK = "127.0.0.1"
+_TRIES = 20
 
 
 @dataclass(frozen=True)
@@ -44,19 +46,38 @@ def engine_command(options: EngineOptions) -> list[str]:
     return [*command, *options.more]
 
 
-def choose_port(host: str, wanted: int, *, flag: str) -> int:
-    """``wanted`` if it is free, any free one for 0.
+def choose_port(*hosts: str, wanted: int, flag: str) -> int:
+    """``wanted`` if it is free on every one of the addresses, any that is for 0.
 
     Raises:  EngineProblem that names the ``flag`` to change; a foreign server there would otherwise pass for ours
     """
+    for _ in range(_TRIES):
+        port = wanted
+        with contextlib.ExitStack() as probes:
+            for host in hosts:
+                try:
+                    port = probes.enter_context(_bound(host, port)).getsockname()[1]
+                except OSError as error:
+                    if not wanted and port and error.errno == errno.EADDRINUSE:
+                        break  # free on the first address, but not on this one
+                    raise EngineProblem(
+                        f"{host}:{port} cannot be used ({error.strerror}): choose another with {flag}"
+                    ) from None
+            else:
+                return port
+    raise EngineProblem(f"no port is free on all of {', '.join(hosts)}: choose one with {flag}")
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """A socket as the proxy's own would be; one of IPv6 leaves IPv4 alone."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with contextlib.closing(socket.socket(family, socket.SOCK_STREAM)) as probe:
+    probe = socket.socket(family, socket.SOCK_STREAM)
+    try:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, wanted))
-        except OSError as error:
-            raise EngineProblem(
-                f"{host}:{wanted} cannot be used ({error.strerror}): choose another with {flag}"
-            ) from None
-        port: int = probe.getsockname()[1]
-        return port
+        if family == socket.AF_INET6:
+            probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        probe.bind((host, port))
+    except OSError:
+        probe.close()
+        raise
+    return probe

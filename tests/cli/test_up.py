@@ -145,6 +145,14 @@ def test_more_arguments_reach_the_engine(tmp_path: Path) -> None:
         assert get(f"{facts['engine']}/props")["total_slots"] == 2
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere 127.0.0.1 is the only loopback address")
+def test_several_addresses_first_is_named_and_all_are_served(tmp_path: Path) -> None:
+    with up(tmp_path, "--host", "127.0.0.2,127.0.0.1") as (_, facts):
+        assert facts["proxy"].startswith("http://127.0.0.2:")
+        for url in (facts["proxy"], facts["proxy"].replace("127.0.0.2", "127.0.0.1")):
+            assert get(f"{url}/polykv/health")["engine"]["reachable"] is True
+
+
 def test_engine_that_refuses_its_flags_is_an_error_with_its_last_words(tmp_path: Path) -> None:
     done = run(
         "up", "--json", "--port", "0", "--engine-port", "0", "--state", str(tmp_path / "x.db"), "--", "--nonsense"

@@ -44,6 +44,16 @@ def test_keys_come_as_a_list_or_separated_by_commas(tmp_path, monkeypatch):
     assert "x" not in repr(load_settings(file).api_key)
 
 
+def test_addresses_come_as_a_list_or_separated_by_commas(tmp_path, monkeypatch):
+    file = tmp_path / "polykv.toml"
+    file.write_text('host = ["127.0.0.1", "::1"]\n')
+    assert load_settings().hosts == ("127.0.0.1",)
+    assert load_settings(file).hosts == ("127.0.0.1", "::1")
+    monkeypatch.setenv("POLYKV_HOST", " ::1,, 10.0.0.1,::1 ,")
+    assert load_settings(file).hosts == ("::1", "10.0.0.1")
+    assert load_settings(file, host="0.0.0.0").hosts == ("0.0.0.0",)
+
+
 def test_empty_environment_variable_means_not_set(monkeypatch):
     for name in ("ADMIN_KEY", "DEFAULT_TARGET_TPS", "STATE", "API_KEY"):
         monkeypatch.setenv(f"POLYKV_{name}", "")
@@ -60,6 +70,9 @@ def test_state_path_is_named_after_the_upstream():
     ("given", "said"),
     [
         ({"port": "x"}, "--port: "),
+        ({"host": " , "}, "--host: needs at least one address"),
+        ({"host": "127.0.0.1,a.sock"}, "--host: a.sock: the proxy listens on IP addresses, not on UNIX sockets"),
+        ({"host": 7}, "--host: "),
         ({"mode": "z"}, "--mode: Input should be 'auto' or 'explicit' (got 'z')"),
         ({"upstream_url": "localhost:8080"}, "--upstream: must be like http://127.0.0.1:8080"),
         ({"upstream_url": "http://x:99999"}, "--upstream: must be like"),

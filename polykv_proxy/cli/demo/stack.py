@@ -36,7 +36,7 @@ class Stack:
 
     def __init__(self, binary: Path, model: Path, sizes: Sizes):
         self._scratch = tempfile.TemporaryDirectory(prefix="polykv-demo-")
-        port = choose_port(LOOPBACK, 0, flag="--port")
+        port = choose_port(LOOPBACK, wanted=0, flag="--port")
         self.url = f"http://{LOOPBACK}:{port}"
         self._child = Child(
             name="demo's engine and proxy",
