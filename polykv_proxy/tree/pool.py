@@ -3,7 +3,8 @@
 A pool never changes its tokens: they are given at birth. What does change (residency, counters, last access) is
 bookkeeping about it. Residency is changed only by ``PoolTree.set_residency``, because the index orders pools by it.
 
-Shapes:  own [L - D] tokens of [D, L); own_hashes [L - D], own_hashes[i] covers tokens[:D + i + 1]
+Shapes:  own [L - D] tokens of [D, L); own_hashes [L - D], own_hashes[i] covers tokens[:D + i + 1]; tokens_hash covers
+         the whole prefix [0, L): what the engine lists for a sequence that holds this pool
 Units:   *_s seconds of the clock that the caller uses everywhere
 Source:  design §3.1, §3.2
 """
@@ -28,14 +29,18 @@ _RESERVED = frozenset({"auto"})
 
 @dataclass(slots=True, eq=False)
 class Pool:
-    """A node of the tree: D = ``branch_pos``, L = ``prefix_len``. Only a resident pool has ``seq_id`` and ``gen``."""
+    """A node of the tree: D = ``branch_pos``, L = ``prefix_len``. Only a resident pool has ``seq_id`` and ``gen``.
+
+    ``own_hashes`` None: it was restored, and hashes are made from its tokens when somebody asks (``PoolTree.hash_at``).
+    """
 
     pool_id: PoolId
     parent: PoolId
     branch_pos: int
     prefix_len: int
     own: Tokens
-    own_hashes: Hashes
+    own_hashes: Hashes | None
+    tokens_hash: int
     depth: int
     name: str | None = None
     pin: bool = False
@@ -60,11 +65,6 @@ class Pool:
     @property
     def own_n_tokens(self) -> int:
         return self.prefix_len - self.branch_pos
-
-    @property
-    def tokens_hash(self) -> int:
-        """Hash of the whole prefix [0, L): what the engine lists for a sequence that holds this pool."""
-        return self.own_hashes[-1]
 
     @property
     def label(self) -> str:

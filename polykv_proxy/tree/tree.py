@@ -25,7 +25,7 @@ from polykv_proxy.errors import (
 from polykv_proxy.ids import ROOT, PoolId, SeqId
 from polykv_proxy.tree.index import Key, PrefixIndex
 from polykv_proxy.tree.pool import RESIDENCIES, Match, Pool, PoolPlan, Residency, check_name
-from polykv_proxy.tree.prefix import Tokens, cumulative_hashes, lcp_tokens, make_tokens
+from polykv_proxy.tree.prefix import Tokens, cumulative_hashes, hash_tokens, lcp_tokens, make_tokens
 
 _RANK: dict[Residency, int] = {"resident": 0, "materializing": 1, "warm": 2, "cold": 3}
 
@@ -41,6 +41,7 @@ class PoolTree:
         self._names: dict[str, PoolId] = {}
         self._plans: dict[PoolId, PoolPlan] = {}
         self._n_plans_of: dict[PoolId, int] = {}
+        self._outdated: set[PoolId] = set()
         self._index = PrefixIndex()
 
     def __len__(self) -> int:
@@ -128,13 +129,15 @@ class PoolTree:
             raise InvariantError(f"the engine branched at {real}, after the planned {plan.branch_pos}")
         self._settle(plan)
         own = plan.tokens[real:]
+        hashes = cumulative_hashes(own, plan.tokens[:real])
         pool = Pool(
             pool_id=plan.pool_id,
             parent=plan.parent,
             branch_pos=real,
             prefix_len=plan.prefix_len,
             own=own,
-            own_hashes=cumulative_hashes(own, plan.tokens[:real]),
+            own_hashes=hashes,
+            tokens_hash=hashes[-1],
             depth=0 if plan.parent == ROOT else self._pools[plan.parent].depth + 1,
             name=plan.name,
             pin=pin,
@@ -143,18 +146,75 @@ class PoolTree:
             created_s=now_s,
             last_access_s=now_s,
         )
-        self._pools[pool.pool_id] = pool
-        self._children[pool.pool_id] = {}
-        self._children[pool.parent][pool.pool_id] = None
-        parent = None if pool.is_root else pool.parent
-        self._index.insert(_key(pool), own.tobytes(), parent=parent, branch_pos=real)
+        self._put(pool)
         return pool
 
     def drop(self, plan: PoolPlan) -> None:
         """Give up a plan: its name is free again, its parent may go."""
+        if plan.pool_id in self._outdated:
+            self._outdated.discard(plan.pool_id)
+            return
         self._settle(plan)
         if plan.name is not None:
             del self._names[plan.name]
+
+    # Another run's pools --------------------------------------------------------------------------------------------
+
+    def restore(
+        self,
+        pool_id: PoolId,
+        *,
+        parent: PoolId,
+        branch_pos: int,
+        own: Tokens,
+        tokens_hash: int,
+        name: str | None,
+        pin: bool,
+        ttl_s: float | None,
+        auto: bool,
+        created_s: float,
+        last_access_s: float,
+    ) -> Pool:
+        """Put a pool back that an earlier run had, under its id (cold). Parents come before children.
+
+        ``tokens_hash`` is believed: whoever kept the pool has checked it.
+        """
+        known = pool_id in self._pools or pool_id in self._plans or (name is not None and name in self._names)
+        if known or not own or (parent != ROOT and not 0 < branch_pos <= self._pools[parent].prefix_len):
+            raise InvariantError(f"pool {pool_id} cannot be put back")
+        pool = Pool(
+            pool_id=pool_id,
+            parent=parent,
+            branch_pos=branch_pos,
+            prefix_len=branch_pos + len(own),
+            own=own,
+            own_hashes=None,
+            tokens_hash=tokens_hash,
+            depth=0 if parent == ROOT else self._pools[parent].depth + 1,
+            name=name,
+            pin=pin,
+            ttl_s=ttl_s,
+            auto=auto,
+            created_s=created_s,
+            last_access_s=last_access_s,
+        )
+        if name is not None:
+            self._names[name] = pool_id
+        self._put(pool)
+        self._next_id = max(self._next_id, pool_id + 1)
+        return pool
+
+    def skip_ids(self, next_id: int) -> None:
+        """Ids below this one were given before."""
+        self._next_id = max(self._next_id, next_id)
+
+    def clear(self) -> None:
+        """Forget all pools, and plans as well: who made one may only drop it. Ids go on where they were."""
+        self._outdated.update(self._plans)
+        for forgotten in (self._pools, self._residents, self._names, self._plans, self._n_plans_of):
+            forgotten.clear()
+        self._children = {ROOT: {}}
+        self._index = PrefixIndex()
 
     # Look up --------------------------------------------------------------------------------------------------------
 
@@ -216,13 +276,15 @@ class PoolTree:
         return full
 
     def hash_at(self, pool_id: PoolId, n_tokens: int) -> int:
-        """Give the hash of the first ``n_tokens`` tokens without touching a token."""
+        """Give the hash of the first ``n_tokens`` tokens; without touching a token unless the pool was restored."""
         if not 0 < n_tokens <= self._pools[pool_id].prefix_len:
             raise InvariantError(f"position {n_tokens} is outside pool {pool_id}")
         pool = self._pools[pool_id]
         while n_tokens <= pool.branch_pos:
             pool = self._pools[pool.parent]
-        return pool.own_hashes[n_tokens - pool.branch_pos - 1]
+        if pool.own_hashes is not None:
+            return pool.own_hashes[n_tokens - pool.branch_pos - 1]
+        return pool.tokens_hash if n_tokens == pool.prefix_len else hash_tokens(self.tokens(pool.pool_id)[:n_tokens])
 
     def lcp(self, pool_id: PoolId, tokens: Tokens) -> int:
         """Count how many leading tokens a prompt shares with a pool. Token-exact."""
@@ -301,6 +363,13 @@ class PoolTree:
         return released
 
     # Inside ---------------------------------------------------------------------------------------------------------
+
+    def _put(self, pool: Pool) -> None:
+        self._pools[pool.pool_id] = pool
+        self._children[pool.pool_id] = {}
+        self._children[pool.parent][pool.pool_id] = None
+        parent = None if pool.is_root else pool.parent
+        self._index.insert(_key(pool), pool.own.tobytes(), parent=parent, branch_pos=pool.branch_pos)
 
     def _ranges(self, pool_id: PoolId, end: int) -> list[tuple[Pool, int]]:
         """Split [0, end) of a pool into who owns what: (owner, end of his part), from position 0."""
