@@ -3,6 +3,7 @@
 prefix      tokens as int32 arrays, cumulative XXH64, longest common prefix
 pool        one pool, and the plan of one that is still being made
 index       the longest-prefix index over all pools: exact tokens, cost by the prompt's length
+run         the stretches of tokens that the index is made of
 tree        ``PoolTree``: plan, commit, drop, match, release
 accounting  who owns which KV cells, by ownership and never by membership
 eviction    who leaves the cache first, and how many cells the pools hold

@@ -1,36 +1,31 @@
-"""The longest-prefix index over all pools: a compressed trie over tokens.
+"""The longest-prefix index over all pools: a compressed trie over tokens, laid out in runs.
 
-Every node stands for a prefix; its label is the run of tokens between its parent's prefix and its own, kept as bytes
-so that one memcmp compares a whole run. A pool sits at the node of its full prefix. Nodes exist only where a pool
-ends or two pools diverge, so there are fewer than twice as many nodes as pools.
+Every node stands for a prefix: one where a pool ends, or where pools part. The way from the root to a node leads over
+runs (``run``): a run is one array of tokens with all nodes along it, and the pools that part from it go on in runs of
+their own. A look-up compares the prompt with a run by memcmp, takes the last node that is reached, and goes on where
+the prompt leaves. So it costs what the prompt is long and how often its way changes runs, not how many pools part.
 
-Each node knows the best pool of its subtree by ``Key`` (smallest first). Bests of the children wait in a heap with
-lazy deletion, so a change climbs only as far as it alters the best, and costs O(log fan-out) per level, also below
-a node with 100,000 children.
+Which way is a run and which leaves it has no meaning; it only decides how often a way changes. Tokens behind a run's
+end prolong it, and a new pool whose way changes more than ``MAX_CHANGES`` times gets a way that is one run from the
+root on (``_straighten``). That adds at most one change to any other way, and it is rare: it needs as many insertions
+that each add a change.
 
-Cost:    longest  O(len(prompt)) memcmp plus one dict look-up per node passed, whatever the number of pools
-         insert   O(own range); remove, rekey  O(nodes above, until the best no longer changes)
-         (``n_steps`` in the answers counts nodes touched, so that tests can hold these to account)
+Cost:    longest  O(len(prompt)) memcmp, and a few bisections per run passed, whatever the number of pools
+         insert   O(own range); remove, rekey  O(runs above, until the best no longer changes)
+         (``n_steps`` in the answers counts runs passed and bests looked at, so that tests can hold these to account)
 """
 
 from bisect import bisect_left, insort
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
-from typing import NamedTuple
 
 from polykv_proxy.errors import InvariantError
 from polykv_proxy.ids import PoolId
 from polykv_proxy.tree.prefix import TOKEN_BYTES
+from polykv_proxy.tree.run import Block, Key, Node, Run
 
-_CHUNK = 4096 * TOKEN_BYTES
+__all__ = ["MAX_CHANGES", "Found", "Key", "PrefixIndex"]
 
-
-class Key(NamedTuple):
-    """Order among pools that match equally far: the smallest is the best."""
-
-    rank: int
-    depth: int
-    pool_id: PoolId
+MAX_CHANGES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,52 +38,13 @@ class Found:
     n_steps: int
 
 
-class _Node:
-    __slots__ = ("best", "children", "end", "heap", "label", "parent", "pools")
-
-    def __init__(self, parent: "_Node | None", label: bytes, end: int):
-        self.parent = parent
-        self.label = label
-        self.end = end  # tokens from position 0 to this node
-        self.children: dict[bytes, _Node] = {}  # by the first token of the child's label
-        self.pools: list[Key] = []  # pools that end here, sorted
-        self.heap: list[tuple[Key, bytes]] = []  # bests of the children; entries may be stale
-        self.best: Key | None = None
-
-    @property
-    def start(self) -> int:
-        return self.end - len(self.label) // TOKEN_BYTES
-
-    def push_child(self, child: "_Node") -> None:
-        """Note a child's (new) best."""
-        if child.best is None:
-            raise InvariantError("a trie node without a pool below it")
-        heappush(self.heap, (child.best, child.label[:TOKEN_BYTES]))
-
-    def find_best(self) -> Key | None:
-        """Drop what is stale on top; keep the heap within a constant factor of the fan-out."""
-        if len(self.heap) > 2 * len(self.children) + 8:
-            self.heap = [(c.best, first) for first, c in self.children.items() if c.best is not None]
-            heapify(self.heap)
-        while self.heap:
-            key, first = self.heap[0]
-            child = self.children.get(first)
-            if child is not None and child.best == key:
-                break
-            heappop(self.heap)
-        below = self.heap[0][0] if self.heap else None
-        here = self.pools[0] if self.pools else None
-        if below is None or here is None:
-            return here if below is None else below
-        return min(below, here)
-
-
 class PrefixIndex:
     """All pools by their tokens. Knows keys and positions, nothing else about a pool."""
 
     def __init__(self) -> None:
-        self._root = _Node(None, b"", 0)
-        self._at: dict[PoolId, tuple[_Node, Key]] = {}
+        self._root = Node(0)
+        self._trunk = Run(None, b"", [Block([self._root])])
+        self._at: dict[PoolId, tuple[Node, Key]] = {}
 
     def __len__(self) -> int:
         return len(self._at)
@@ -100,50 +56,47 @@ class PrefixIndex:
         """Add a pool that follows ``parent`` up to ``branch_pos`` and has the token bytes ``own`` after it."""
         if key.pool_id in self._at:
             raise InvariantError(f"pool {key.pool_id} is indexed already")
-        n_steps = 0
-        if parent is None or branch_pos == 0:
-            node, over = self._root, 0
-        else:
-            node, over, n_steps = self._locate(parent, branch_pos)
-        # 1. Follow what is there already. ``over``: tokens of node.label that lie beyond our position.
-        pos, end = 0, len(own)
-        while pos < end:
+        at = branch_pos if parent is not None else 0
+        run, n_steps = self._trunk, 0
+        if parent is not None and at > 0:
+            run, n_steps = self._run_through(parent, at)
+        # 1. Follow what is there already.
+        pos = 0
+        while True:
             n_steps += 1
-            if over:
-                begin = len(node.label) - over * TOKEN_BYTES
-                same = _common(node.label, begin, own, pos)
-                pos += same
-                over -= same // TOKEN_BYTES
-                if over:
-                    break
-            elif (child := node.children.get(own[pos : pos + TOKEN_BYTES])) is not None:
-                node, over = child, len(child.label) // TOKEN_BYTES
-            else:
+            same = run.n_common(at, own, pos)
+            pos += same
+            at += same // TOKEN_BYTES
+            node = run.node_at(at)
+            side = node.sides.get(own[pos : pos + TOKEN_BYTES]) if node is not None else None
+            if side is None:
                 break
-        # 2. We stand inside a label: cut it there. 3. Hang up what is new.
-        if over:
-            node = self._split(node, over)
-        if pos < end:
-            leaf = _Node(node, own[pos:], node.end + (end - pos) // TOKEN_BYTES)
-            node.children[own[pos : pos + TOKEN_BYTES]] = leaf
+            run = side
+        # 2. We stand inside a run: a node comes here. 3. Go on with what is new.
+        if node is None:
+            node = run.add(Node(at))
+        new = own[pos:]
+        if new:
+            leaf = Node(at + len(new) // TOKEN_BYTES)
+            if run.end == at:
+                run.extend(new, leaf)
+            else:
+                node.hang(Run(node, new, [Block([leaf])]))
             node = leaf
         insort(node.pools, key)
         self._at[key.pool_id] = (node, key)
-        return n_steps + self._climb(node)
+        n_steps += self._refresh(node)
+        if len(way := self._way(node)) > MAX_CHANGES:
+            n_steps += self._straighten(way)
+        return n_steps
 
     def remove(self, pool_id: PoolId) -> int:
-        """Take a pool out and fold nodes that nobody needs any more."""
+        """Take a pool out, and the nodes that nobody needs any more."""
         node, key = self._at.pop(pool_id)
         del node.pools[bisect_left(node.pools, key)]
-        n_steps = 1
-        parent = node.parent
-        if parent is not None and not node.pools:
-            if not node.children:
-                del parent.children[node.label[:TOKEN_BYTES]]
-                node = parent
-            if len(node.children) == 1 and not node.pools and node.parent is not None:
-                node = self._fold(node)
-        return n_steps + self._climb(node)
+        n_steps = self._refresh(node)
+        self._prune(node)
+        return n_steps
 
     def rekey(self, key: Key) -> int:
         """Give a pool another place in the order."""
@@ -153,100 +106,108 @@ class PrefixIndex:
         del node.pools[bisect_left(node.pools, old)]
         insort(node.pools, key)
         self._at[key.pool_id] = (node, key)
-        return 1 + self._climb(node)
+        return self._refresh(node)
 
     def longest(self, prompt: bytes) -> Found | None:
         """Find the longest prefix of the prompt (token bytes) that any pool starts with, and the best pool for it."""
-        node, pos, n_steps = self._root, 0, 0
+        run, at, n_steps = self._trunk, 0, 0
         while True:
-            child = node.children.get(prompt[pos : pos + TOKEN_BYTES])
-            if child is None:
-                break
             n_steps += 1
-            if not prompt.startswith(child.label, pos):
-                pos += _common(child.label, 0, prompt, pos)
-                return Found(_best(child).pool_id, pos // TOKEN_BYTES, False, n_steps)
-            node, pos = child, pos + len(child.label)
-        if pos == 0:
+            at += run.n_common(at, prompt, at * TOKEN_BYTES) // TOKEN_BYTES
+            node = run.node_at(at)
+            begin = at * TOKEN_BYTES
+            side = node.sides.get(prompt[begin : begin + TOKEN_BYTES]) if node is not None else None
+            if side is None:
+                break
+            run = side
+        if at == 0:
             return None
-        if node.pools:
-            return Found(node.pools[0].pool_id, node.end, True, n_steps)
-        return Found(_best(node).pool_id, node.end, False, n_steps)
+        if node is not None and node.pools:
+            return Found(node.pools[0].pool_id, at, True, n_steps)
+        return Found(run.best_from(at).pool_id, at, False, n_steps)
 
     def best_through(self, pool_id: PoolId, n_tokens: int) -> Key:
         """Give the best pool among all that start with the first ``n_tokens`` tokens of this one."""
-        return _best(self._locate(pool_id, n_tokens)[0])
+        return self._run_through(pool_id, n_tokens)[0].best_from(n_tokens)
 
-    def _locate(self, pool_id: PoolId, n_tokens: int) -> tuple[_Node, int, int]:
-        """Find the node whose label covers position n_tokens of a pool, and by how many tokens it goes beyond."""
+    def _run_through(self, pool_id: PoolId, n_tokens: int) -> tuple[Run, int]:
+        """The run on the way to a pool that has token ``n_tokens`` - 1, and how many runs were looked at."""
         node, n_steps = self._at[pool_id][0], 1
         if not 0 < n_tokens <= node.end:
             raise InvariantError(f"position {n_tokens} is outside pool {pool_id}")
-        while node.parent is not None and node.parent.end >= n_tokens:
-            node, n_steps = node.parent, n_steps + 1
-        return node, node.end - n_tokens, n_steps
+        run = node.block.run
+        while run.top is not None and run.start >= n_tokens:
+            run, n_steps = run.top.block.run, n_steps + 1
+        return run, n_steps
 
-    def _split(self, node: _Node, over: int) -> _Node:
-        """Cut a node's label so that ``over`` tokens stay with it; the new node above takes the rest."""
-        parent = node.parent
-        if parent is None:
-            raise InvariantError("the root has no label")
-        cut = len(node.label) - over * TOKEN_BYTES
-        upper = _Node(parent, node.label[:cut], node.end - over)
-        node.label = node.label[cut:]
-        node.parent = upper
-        upper.children[node.label[:TOKEN_BYTES]] = node
-        upper.best = node.best
-        upper.push_child(node)
-        parent.children[upper.label[:TOKEN_BYTES]] = upper
-        return upper
+    def _way(self, node: Node) -> list[Run]:
+        """The runs that lead to a node, without the trunk: the last one first."""
+        way, run = [], node.block.run
+        while run.top is not None:
+            way.append(run)
+            run = run.top.block.run
+        return way
 
-    def _fold(self, node: _Node) -> _Node:
-        """Join a node that only passes through with its one child. Its place in the parent stays."""
-        (child,) = node.children.values()
-        parent = node.parent
-        if parent is None:
-            raise InvariantError("the root is never folded")
-        child.label = node.label + child.label
-        child.parent = parent
-        first = child.label[:TOKEN_BYTES]
-        parent.children[first] = child
-        if child.best != node.best:
-            parent.push_child(child)
-        return parent
-
-    def _climb(self, node: _Node) -> int:
-        """Bring the bests above up to date, as far as they change."""
+    def _refresh(self, node: Node) -> int:
+        """Bring the bests at and above a node up to date, as far as they change."""
         n_steps = 0
         while True:
             n_steps += 1
-            best = node.find_best()
-            if best == node.best:
+            old, new = node.own, node.find_own()
+            if new == old:
                 return n_steps
-            node.best = best
-            if node.parent is None:
+            node.own = new
+            block, run = node.block, node.block.run
+            if new < block.best:
+                block.best = new
+            elif old == block.best:
+                n_steps += len(block.nodes)
+                block.find_best()
+            if new < run.best:
+                run.best = new
+            elif old == run.best:
+                n_steps += len(run.blocks)
+                run.find_best()
+            else:
                 return n_steps
-            node.parent.push_child(node)
-            node = node.parent
+            if run.top is None or run.best == old:
+                return n_steps
+            run.top.push(run)
+            node = run.top
 
+    def _prune(self, node: Node) -> None:
+        """Take away a dead end, then the node before it if that only passes through now. No best changes by it."""
+        run = node.block.run
+        if not node.pools and not node.sides and node is run.last and node is not self._root:
+            first = run.first
+            run.drop(node)
+            if run.blocks:
+                node = run.last
+            elif run.top is not None:
+                node, run = run.top, run.top.block.run
+                del node.sides[first]
+        if node.pools or node is self._root:
+            return
+        if node is run.last and len(node.sides) == 1:
+            (side,) = node.sides.values()
+            run.append(side)
+            run.drop(node)
+        elif node is not run.last and not node.sides:
+            run.drop(node)
 
-def _best(node: _Node) -> Key:
-    if node.best is None:
-        raise InvariantError("a trie node without a pool below it")
-    return node.best
-
-
-def _common(label: bytes, label_from: int, other: bytes, other_from: int) -> int:
-    """Count equal bytes, in whole tokens."""
-    n = min(len(label) - label_from, len(other) - other_from)
-    done = 0
-    step = _CHUNK
-    while done < n:
-        size = min(step, n - done)
-        if label[label_from + done : label_from + done + size] == other[other_from + done : other_from + done + size]:
-            done += size
-        elif size == TOKEN_BYTES:
-            break
-        else:
-            step = max(TOKEN_BYTES, size // 2 // TOKEN_BYTES * TOKEN_BYTES)
-    return done
+    def _straighten(self, way: list[Run]) -> int:
+        """Make a way one run from the root on. What went on along its runs leaves them now."""
+        for run in way:
+            node = run.top
+            if node is None:
+                raise InvariantError("the trunk leaves no other run")
+            tail = node.block.run.cut_behind(node)
+            del node.sides[run.first]
+            if tail is not None:
+                node.hang(tail)
+            node.own = node.find_own()
+            node.block.find_best()
+        for run in reversed(way):
+            self._trunk.append(run)
+        self._trunk.find_best()
+        return len(way)

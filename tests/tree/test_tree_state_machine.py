@@ -1,6 +1,7 @@
 """The tree against a naive model: a dict of full token tuples, searched from end to end."""
 
 from array import array
+from unittest.mock import patch
 
 import pytest
 from hypothesis import settings
@@ -9,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from polykv_proxy.errors import NameTaken, PoolHasChildren, PoolInUse, PrefixMismatch, RequestError
 from polykv_proxy.ids import ROOT, PoolId, SeqId
+from polykv_proxy.tree import index, run
 from polykv_proxy.tree.pool import PoolPlan, Residency
 from polykv_proxy.tree.prefix import hash_tokens
 from polykv_proxy.tree.tree import PoolTree
@@ -215,3 +217,13 @@ class TreeAgainstModel(RuleBasedStateMachine):
 
 TestTreeAgainstModel = TreeAgainstModel.TestCase
 TestTreeAgainstModel.settings = settings(stateful_step_count=40)
+
+
+class TestTreeOfShortRuns(TreeAgainstModel.TestCase):
+    """The same, with an index whose blocks and runs are rearranged after a few pools."""
+
+    settings = settings(stateful_step_count=40)
+
+    def setUp(self) -> None:
+        self.enterContext(patch.object(run, "BLOCK", 2))
+        self.enterContext(patch.object(index, "MAX_CHANGES", 1))
