@@ -134,7 +134,7 @@ class Room:
             return None
         if self._watch.state != "ready" or self._watch.sleeping:
             return None
-        return stats.cells.total
+        return stats.cells.total or None  # a recurrent model has states instead of cells
 
     def fits(self, n_cells: int) -> bool:
         """Whether it fits by what is known, with a margin for what is not: no means that it must be looked at."""

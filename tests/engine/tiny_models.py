@@ -3,6 +3,7 @@
 dense     llama arch: every layer keeps every cell
 sliding   gemma3 arch: five of six layers see the last 64 tokens only
 hybrid    lfm2 arch: four short-convolution layers (recurrent state) and two attention layers
+recurrent mamba arch: one state and no cells at all
 
 The text they write is noise, and that is their use: in f32, with an attention made sharp on purpose, greedy decoding
 repeats itself exactly and reacts to every token of the prefix. The vocabulary and the chat template are copied from
@@ -150,6 +151,37 @@ def _hybrid_layer(draw: Draw, i: int) -> Tensors:
     yield from draw.feed_forward(blk)
 
 
+# Recurrent ---------------------------------------------------------------------------------------------------------
+
+SSM_INNER = 2 * N_EMBD
+SSM_STATE = 16
+SSM_CONV = 4
+SSM_DT_RANK = 8
+
+
+def _describe_recurrent(writer: gguf.GGUFWriter) -> None:
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_ssm_conv_kernel(SSM_CONV)
+    writer.add_ssm_inner_size(SSM_INNER)
+    writer.add_ssm_state_size(SSM_STATE)
+    writer.add_ssm_time_step_rank(SSM_DT_RANK)
+
+
+def _recurrent_layer(draw: Draw, i: int) -> Tensors:
+    """Time steps of about 0.01 and decays from 0.05 to 1: what was read a thousand tokens ago is still in the state."""
+    blk = f"blk.{i}"
+    yield draw.norm(f"{blk}.attn_norm.weight", N_EMBD)
+    yield draw.matrix(f"{blk}.ssm_in.weight", 2 * SSM_INNER, N_EMBD, gain=2)
+    yield draw.matrix(f"{blk}.ssm_conv1d.weight", SSM_INNER, SSM_CONV, gain=2)
+    yield f"{blk}.ssm_conv1d.bias", np.zeros(SSM_INNER, np.float32)
+    yield draw.matrix(f"{blk}.ssm_x.weight", SSM_DT_RANK + 2 * SSM_STATE, SSM_INNER, gain=4)
+    yield draw.matrix(f"{blk}.ssm_dt.weight", SSM_INNER, SSM_DT_RANK)
+    yield f"{blk}.ssm_dt.bias", np.full(SSM_INNER, -4.6, np.float32)  # softplus of it is 0.01
+    yield f"{blk}.ssm_a", -np.tile(np.linspace(0.05, 1, SSM_STATE, dtype=np.float32), (SSM_INNER, 1))
+    yield f"{blk}.ssm_d", np.ones(SSM_INNER, np.float32)
+    yield draw.matrix(f"{blk}.ssm_out.weight", N_EMBD, SSM_INNER, gain=2)
+
+
 # Files -------------------------------------------------------------------------------------------------------------
 
 TINY_MODELS = {
@@ -158,6 +190,7 @@ TINY_MODELS = {
         TinyModel("dense", "llama", 4, _describe_dense, _dense_layer, "output_norm.weight"),
         TinyModel("sliding", "gemma3", 6, _describe_sliding, _sliding_layer, "output_norm.weight"),
         TinyModel("hybrid", "lfm2", 6, _describe_hybrid, _hybrid_layer, "token_embd_norm.weight"),
+        TinyModel("recurrent", "mamba", 4, _describe_recurrent, _recurrent_layer, "output_norm.weight"),
     )
 }
 
