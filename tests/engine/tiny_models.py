@@ -261,3 +261,63 @@ def _copy_tokenizer(source: gguf.GGUFReader, writer: gguf.GGUFWriter) -> None:
             value: Any = field.contents()
             item_type = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
             writer.add_key_value(field.name, value, field.types[0], item_type)
+
+
+# Vision ------------------------------------------------------------------------------------------------------------
+
+VISION_N_EMBD = 64
+VISION_N_FF = 128
+VISION_N_LAYER = 2
+IMAGE_SIZE, PATCH_SIZE = 56, 14
+IMAGE_N_TOKENS = (IMAGE_SIZE // PATCH_SIZE) ** 2
+
+
+def write_tiny_projector(path: Path) -> None:
+    """A LLaVA-style vision encoder and projector for any of the tiny models: every image becomes IMAGE_N_TOKENS tokens.
+
+    The encoder leaves its last layer out, as LLaVA's does. The projector's gain gives an image embeddings of about the
+    size of a token's: neither then drowns in the other.
+    """
+    draw = Draw("projector")
+    writer = gguf.GGUFWriter(path, "clip")
+    writer.add_clip_has_vision_encoder(True)
+    writer.add_clip_projector_type("mlp")
+    writer.add_vision_use_gelu(True)
+    writer.add_vision_image_size(IMAGE_SIZE)
+    writer.add_vision_patch_size(PATCH_SIZE)
+    writer.add_vision_embedding_length(VISION_N_EMBD)
+    writer.add_vision_feed_forward_length(VISION_N_FF)
+    writer.add_vision_block_count(VISION_N_LAYER)
+    writer.add_vision_head_count(N_HEAD)
+    writer.add_vision_projection_dim(N_EMBD)
+    writer.add_vision_attention_layernorm_eps(1e-5)
+    writer.add_vision_image_mean([0.5] * 3)
+    writer.add_vision_image_std([0.5] * 3)
+    for name, weights in _vision_tensors(draw):
+        writer.add_tensor(name, weights)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _vision_tensors(draw: Draw) -> Tensors:
+    n = VISION_N_EMBD
+    name, flat = draw.matrix("v.patch_embd.weight", n, 3 * PATCH_SIZE**2)
+    yield name, flat.reshape(n, 3, PATCH_SIZE, PATCH_SIZE)
+    yield draw.matrix("v.position_embd.weight", IMAGE_N_TOKENS, n)
+    for i in range(VISION_N_LAYER):
+        blk = f"v.blk.{i}"
+        for part in ("attn_q", "attn_k", "attn_v", "attn_out"):
+            yield draw.matrix(f"{blk}.{part}.weight", n, n)
+        for part in ("ln1", "ln2"):
+            yield draw.norm(f"{blk}.{part}.weight", n)
+            yield f"{blk}.{part}.bias", np.zeros(n, np.float32)
+        yield draw.matrix(f"{blk}.ffn_up.weight", VISION_N_FF, n)
+        yield draw.matrix(f"{blk}.ffn_down.weight", n, VISION_N_FF)
+    yield draw.norm("v.post_ln.weight", n)
+    yield "v.post_ln.bias", np.zeros(n, np.float32)
+    yield draw.matrix("mm.0.weight", n, n)
+    yield "mm.0.bias", np.zeros(n, np.float32)
+    yield draw.matrix("mm.2.weight", N_EMBD, n, gain=0.5)
+    yield "mm.2.bias", np.zeros(N_EMBD, np.float32)
