@@ -274,6 +274,8 @@ class Attacher:
     def _why_less(self, plan: AttachPlan, pool: Pool | None, got: int) -> str:
         if plan.epoch != self._watch.epoch:
             return "upstream_restarted"
+        if self._residency.is_outdated(plan.seq_id, plan.gen):
+            return "incompatible"
         held = self._residency.held(pool) if pool is not None else None
         if held is None or (held.seq_id, held.gen) != (plan.seq_id, plan.gen):
             return "evicted"

@@ -70,6 +70,7 @@ class Residency(EngineSequences):
         self._evictions: set[asyncio.Task[int | None]] = set()
         self._n_evicted = 0
         self._before_loss: dict[PoolId, Held] = {}
+        self._outdated: set[tuple[SeqId, int]] = set()
         self.compared = True
         """False after the lease was lost, until the engine's list was read under a new one."""
         self._reconciling = asyncio.Lock()
@@ -113,6 +114,10 @@ class Residency(EngineSequences):
         if holder is None or holder.seq_id is None or holder.gen is None:
             return None
         return Held(holder.seq_id, holder.gen, epoch)
+
+    def is_outdated(self, seq_id: SeqId | None, gen: int | None) -> bool:
+        """Whether this sequence was found to be made with other adapters than those in force."""
+        return (seq_id, gen) in self._outdated
 
     def n_missing(self, pool: Pool) -> int:
         """Cells that it would take to make this pool resident; 0 when that is under way, or the pool was released."""
@@ -309,6 +314,7 @@ class Residency(EngineSequences):
                 self._tree.set_residency(pool.pool_id, "cold")
         self._giving.clear()
         self._before_loss.clear()
+        self._outdated.clear()
         self._n_changes += 1
         self.unsure, self.compared = True, True
 
@@ -325,7 +331,7 @@ class Residency(EngineSequences):
 
     def _find_again(self, listed: PoolList) -> None:
         """Pools whose sequence is what it was when the lease was lost, by number, generation and tokens."""
-        ready = {(p.seq, p.gen): p.tokens_hash for p in listed.pools if p.state == "ready"}
+        ready = {(p.seq, p.gen): p.tokens_hash for p in listed.pools if p.state == "ready" and p.lora_current}
         for pool_id, held in self._before_loss.items():
             pool = self._tree.find(pool_id)
             tokens_hash = ready.get((held.seq_id, held.gen))
@@ -349,7 +355,8 @@ class Residency(EngineSequences):
             self._find_again(listed)
             self.compared = True
             self.unsure = any(p.state == "busy" and p.tag not in self._tags for p in listed.pools)
-            ready = {p.seq: p.gen for p in listed.pools if p.state == "ready"}
+            ready = {p.seq: p.gen for p in listed.pools if p.state == "ready" and p.lora_current}
+            self._outdated |= {(SeqId(p.seq), p.gen) for p in listed.pools if not p.lora_current}
             owned: set[int] = set()
             for pool in list(self._tree):
                 if pool.seq_id is None:
@@ -357,7 +364,10 @@ class Residency(EngineSequences):
                 if ready.get(pool.seq_id) == pool.gen:
                     owned.add(pool.seq_id)
                 else:
-                    log.warning("the engine lost pool %s", pool.label)
+                    if self.is_outdated(pool.seq_id, pool.gen):
+                        log.warning("the adapters changed, pool %s must be made anew", pool.label)
+                    else:
+                        log.warning("the engine lost pool %s", pool.label)
                     self._tree.set_residency(pool.pool_id, "cold")
             strays = [
                 SeqId(p.seq)

@@ -80,6 +80,25 @@ class Swa(_Wire):
     full: bool = True
 
 
+class EngineFlags(_Wire):
+    """How llama-server was started, as far as it matters beside pools. None: an engine that does not say."""
+
+    hosts: tuple[str, ...] | None = None
+    has_api_key: bool | None = None
+    n_batch: int | None = None
+    prefill_quota: int | None = None
+    cache_type_k: str | None = None
+    cache_type_v: str | None = None
+    cache_ram_mib: int | None = None
+    cache_idle_slots: bool | None = None
+    cache_reuse: int | None = None
+    context_shift: bool | None = None
+    sleep_idle_s: int | None = None
+    n_draft: int | None = None
+    n_lora: int | None = None
+    has_media: bool | None = None
+
+
 class Stats(_Wire):
     """``share``: ``ok``, or the reason why this model and layout cannot share. Asleep, little else is known."""
 
@@ -92,6 +111,8 @@ class Stats(_Wire):
     recurrent: bool = False
     share: str = "ok"
     kv_bytes_per_token: float | None = None
+    recurrent_bytes_per_seq: int | None = None
+    flags: EngineFlags = EngineFlags()
     n_slots: int = 0
     n_ctx_slot: int | None = None
     max_pools: int = 0
@@ -114,6 +135,8 @@ class PoolSequence(_Wire):
     parent_seq: int = -1
     branch_pos: int = 0
     n_attach: int = 0
+    lora_current: bool = True
+    """False: made with other adapter scales than the engine's present ones; nobody can attach any more."""
 
 
 class PoolList(_Wire):

@@ -205,6 +205,13 @@ def test_lora_that_the_pool_was_not_made_with(launch: Launcher, noise: Noise, tm
     assert other.at == engine.full(prompt, slot=2, forced=forced, lora=[{"id": 0, "scale": 0.0}]).at
     assert other.at != same.at, "the adapter must matter"
 
+    for scale, current in ((0.25, False), (1.0, True)):
+        assert engine.http.post("/lora-adapters", json=[{"id": 0, "scale": scale}]).json() == {"success": True}
+        assert engine.pool(root["seq"])["lora_current"] is current
+        engine.erase(0)
+        again = engine.ask(prompt, slot=0, pool=root["seq"], forced=forced)
+        assert again.pool_n == (TRUNK_LEN if current else 0)
+
 
 @pytest.mark.parametrize("kind", ["q8_0", "q4_0", "bf16", "f32"])
 def test_kv_types(launch: Launcher, noise: Noise, kind: str) -> None:

@@ -150,8 +150,8 @@ def adapted(chat_model: Path, tmp_path: Path, noise: Noise) -> Iterator[Client]:
 
 
 def test_adapters(adapted: Client, noise: Noise) -> None:
-    """Adapters change every cell. Who brings its own goes without the pool, and so does everybody once the scale for
-    all is another; a pool made anew has the new scale."""
+    """Adapters change every cell. Who brings its own goes without the pool. When the scale for all changes, so does
+    the first one who asks; then the pool is made anew and shared again."""
     prompt = adapted.trunk + noise(2, 20)
     as_made = adapted.complete(prompt)
     assert as_made.shared == [(TRUNK_LEN, TRUNK_LEN)]
@@ -166,13 +166,12 @@ def test_adapters(adapted: Client, noise: Noise) -> None:
     assert changed.json() == {"success": True}
     told = adapted.complete(prompt)
     assert told.shared == [(0, 0)]
-    assert told.receipt["miss_reason"] is not None
+    assert (told.receipt["cached_n_tokens"], told.receipt["miss_reason"]) == (0, "incompatible")
     assert told.tokens == adapted.full(prompt) != as_made.tokens
 
-    adapted.release(adapted.pool())
-    adapted.make_pool()
     anew = adapted.complete(prompt)
     assert [n_pool for n_pool, _ in anew.shared] == [TRUNK_LEN]
+    assert anew.receipt["miss_reason"] is None
     assert anew.tokens == told.tokens
 
 

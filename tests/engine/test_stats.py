@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import xxhash
 
-from .conftest import Launcher
+from .conftest import POOLS, Launcher
 from .hooks import Engine, Running
 from .noise import Noise
 
@@ -192,3 +192,16 @@ def test_stock_metrics_and_slots_do_not_show_the_service_slot(launch: Launcher, 
     assert [slot["id"] for slot in engine.http.get("/slots").json()] == [0, 1, 2, 3]
     metrics = engine.http.get("/metrics").text
     assert "llamacpp:requests_processing 0" in metrics
+
+
+def test_flags_that_matter_beside_pools(launch: Launcher) -> None:
+    """What an operator started, as it took effect: without a unified cache no idle slot is emptied."""
+    asked = ("-b", "512", "--polykv-prefill-quota", "0", "-ctk", "q8_0", "-ctv", "q8_0", "-fa", "on", "--context-shift")
+    flags = launch.pooled("dense", *asked, "--cache-reuse", "16", "--sleep-idle-seconds", "900").stats()["flags"]
+    assert flags["hosts"] == ["127.0.0.1"]
+    assert (flags["n_batch"], flags["prefill_quota"], flags["cache_reuse"], flags["sleep_idle_s"]) == (512, 0, 16, 900)
+    assert (flags["cache_type_k"], flags["cache_type_v"]) == ("q8_0", "q8_0")
+    assert (flags["cache_ram_mib"], flags["cache_idle_slots"], flags["context_shift"]) == (8192, True, True)
+    plain = launch("patched", "dense", "-c", "16384", "--parallel", "4", "--cache-ram", "0", *POOLS).stats()["flags"]
+    assert (plain["cache_ram_mib"], plain["cache_idle_slots"], plain["context_shift"]) == (0, False, False)
+    assert (plain["n_draft"], plain["n_lora"], plain["has_media"], plain["has_api_key"]) == (0, 0, False, False)
