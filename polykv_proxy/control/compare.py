@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from polykv_proxy.control.orders import AttachPlan, AttachRequest
-from polykv_proxy.control.seen import MARGIN_TOKENS, Seen, SeenBook, chain_of, whole_key
+from polykv_proxy.control.seen import MARGIN_TOKENS, Conversation, Seen, SeenBook
 from polykv_proxy.control.watch import EngineWatch
 from polykv_proxy.errors import PolyKVError, PromptTooLarge
 from polykv_proxy.ids import PoolId
@@ -73,10 +73,11 @@ class Comparer:
         of_session = self._tree.find(session.pool_id) if session is not None and session.pool_id is not None else None
         target = named or of_session
         target_id = target.pool_id if target is not None else None
-        chain = chain_of(request.path, request.body)
-        whole = ~chain[-1] if chain else whole_key(request.path, request.body)
+        chat = Conversation.of(request.path, request.body)
+        epoch = self._watch.epoch
+        self.seen.open(epoch)
         if request.explicit_p is None and prompts is None:
-            seen = self.seen.find([*chain, whole], target_id, self._version)
+            seen = self.seen.find(chat, target_id, self._version)
             if seen is not None:
                 pool = self._tree.find(seen.pool_id) if seen.pool_id is not None else None
                 n_whole = seen.whole_n_tokens
@@ -85,8 +86,9 @@ class Comparer:
         if prompts is None:
             prompts = await self.render(request)
         compared = self.compare_tokens(prompts, named, of_session, at_least=request.explicit_p)
-        if len(prompts) == 1 and request.explicit_p is None:
-            self._remember(chain, whole, target_id, compared, version)
+        if len(prompts) == 1 and request.explicit_p is None and epoch == self._watch.epoch:
+            self.seen.rendered(chat, prompts[0])
+            self._remember(chat, target_id, compared, version)
         return compared
 
     def compare_tokens(
@@ -162,17 +164,15 @@ class Comparer:
             raise Unpooled("incompatible")
         return list(rendered.prompts)
 
-    def _remember(
-        self, chain: list[int], whole: int, target: PoolId | None, compared: Comparison, version: int
-    ) -> None:
+    def _remember(self, chat: Conversation, target: PoolId | None, compared: Comparison, version: int) -> None:
         pool_id = compared.pool.pool_id if compared.pool is not None else None
         n_tokens = compared.n_tokens or 0
         if target is not None and pool_id != target:
             return  # the session's pool did not fit: that is about the whole tree, not about it
         seen = Seen(pool_id, compared.prefix_n_tokens, version, exact=True, whole_n_tokens=n_tokens)
-        self.seen.remember(whole, target, seen)
-        if chain and compared.prefix_n_tokens <= n_tokens - MARGIN_TOKENS:
-            self.seen.remember(chain[-1], target, Seen(pool_id, compared.prefix_n_tokens, version))
+        self.seen.remember(chat.whole, target, seen)
+        if chat.chain and compared.prefix_n_tokens <= n_tokens - MARGIN_TOKENS:
+            self.seen.remember(chat.chain[-1], target, Seen(pool_id, compared.prefix_n_tokens, version))
 
     def forget_deepest(self) -> None:
         """The tree changed: another pool may be the deepest match now."""
@@ -180,9 +180,10 @@ class Comparer:
 
     def learn_pool(self, pool: Pool, path: str, body: dict[str, Any]) -> None:
         """A pool was made from these messages: every chat that starts with them starts with all its tokens."""
-        chain = chain_of(path, body)
+        chain = Conversation.of(path, body).chain
         if chain:
-            seen = Seen(pool.pool_id, pool.prefix_len, self._version)
+            self.seen.open(self._watch.epoch)
+            seen = Seen(pool.pool_id, pool.prefix_len, self._version, for_all=True)
             self.seen.remember(chain[-1], pool.pool_id, seen)
             if not self._continued(pool):
                 self.seen.remember(chain[-1], None, seen)

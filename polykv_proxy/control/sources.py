@@ -2,8 +2,9 @@
 
 ``messages`` must give exactly the tokens that any chat starting with these messages and tools will start with. No
 template is known here, so the engine renders several continuations and what they have in common is the answer: two
-different user turns, an assistant's turn, and the messages alone with the cue to answer. A template may refuse a
-continuation (two users in a row); at least two must go through.
+different user turns, an assistant's turn, a whole turn with the next question (templates put instructions before the
+last question), and the messages alone with the cue to answer. A template may refuse a continuation (two users in a
+row); at least two must go through.
 """
 
 import asyncio
@@ -16,11 +17,12 @@ from polykv_proxy.upstream import EngineClient, Rendered
 
 CHAT, COMPLETION = "/v1/chat/completions", "/completion"
 
-# Two user turns that part at their first token, and one of the assistant.
+# Two user turns that part at their first token, one of the assistant, and one of both.
 PROBES: tuple[tuple[dict[str, str], ...], ...] = (
     ({"role": "user", "content": "Hi"},),
     ({"role": "user", "content": "9 is a number"},),
     ({"role": "assistant", "content": "Yes"}, {"role": "user", "content": "Hi"}),
+    ({"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}, {"role": "user", "content": "9"}),
     (),
 )
 

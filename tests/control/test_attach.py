@@ -9,6 +9,7 @@ from polykv_proxy.control import AttachPlan, AttachRequest, Outcome
 from polykv_proxy.errors import ExplicitPrefixTooLong, PoolNotFound
 from tests.control.conftest import eventually, planes
 from tests.fake_engine import FakeEngine, Hold, drop, reply
+from tests.fake_engine.toy import Template
 
 CHAT = "/v1/chat/completions"
 SYSTEM = {"role": "system", "content": "You are an agent with very many tools and a long list of rules to follow."}
@@ -220,15 +221,71 @@ async def test_a_chat_that_starts_with_a_pools_messages_is_not_rendered(plane):
     assert (got["timings"]["pool_n"], got["reason"]) == (pool["prefix_len"], None)
 
 
-async def test_a_growing_conversation_is_rendered_once(plane):
+async def test_a_growing_conversation_is_rendered_until_growing_is_known_to_keep_what_was_there(plane):
     pool = await plane.create(prompt="<|im_start|>system\nYou are an agent with very many tools", name="a")
     plan = await decide(plane, body=chat(LONG))
     assert plan.miss_reason is None
     n = n_renders(plane)
-    for k in range(2, 5):
+    plan = await decide(plane, body=chat(LONG, LONG))
+    assert (plan.prefix_n_tokens, plan.exact, n_renders(plane)) == (pool["prefix_len"], True, n + 1)
+    for k in range(3, 6):
         plan = await decide(plane, body=chat(*[LONG] * k))
         assert (plan.pool_id, plan.prefix_n_tokens, plan.exact) == (1, pool["prefix_len"], False)
-    assert n_renders(plane) == n
+    assert n_renders(plane) == n + 1
+    other = LONG.upper()
+    await decide(plane, body=chat(other))
+    await decide(plane, body=chat(other, "and on"))  # this kind of growth is known by now
+    assert n_renders(plane) == n + 2
+    await decide(plane, body=chat(other, "and on", tools=[{"name": "x"}]))  # of these tools nothing is known
+    assert n_renders(plane) == n + 3
+
+
+class DropsReasoning(Template):
+    """Reasoning is only shown behind the last question, as by Qwen3 and others."""
+
+    def _chat(self, messages: list[dict[str, Any]], body: dict[str, Any]) -> tuple[str, bool]:
+        last = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=-1)
+        shown = [
+            message | {"content": f"<think>{message['reasoning_content']}</think>{message['content']}"}
+            if message.get("reasoning_content") and i > last
+            else message
+            for i, message in enumerate(messages)
+        ]
+        return super()._chat(shown, body)
+
+
+async def test_a_template_that_drops_old_reasoning_is_not_taken_at_its_old_word(plane):
+    plane.engine.template = DropsReasoning()
+
+    def working(question: str) -> list[dict[str, Any]]:
+        asked = {"role": "user", "content": question}
+        thought = {"role": "assistant", "content": "I look.", "reasoning_content": "Hm. " * 30}
+        return [SYSTEM, asked, thought, {"role": "tool", "content": "It says: " + LONG}]
+
+    more = [{"role": "assistant", "content": "Done."}, {"role": "user", "content": LONG}]
+    for question in ("What is it?", "Where is it?"):
+        shown = plane.engine.template.render(CHAT, {"messages": working(question)})[0][0]
+        cut = len(shown) - 110  # behind the reasoning
+        pool = await plane.create(tokens=[*shown[:cut], 1])
+        plan = await decide(plane, body={"messages": working(question)})
+        assert (plan.pool_id, plan.prefix_n_tokens) == (pool["pool_id"], cut)
+        grown = {"messages": working(question) + more}
+        where = plane.engine.template.render(CHAT, grown)[0][0]
+        same = next(i for i, (one, other) in enumerate(zip(shown, where, strict=False)) if one != other)
+        assert same < cut
+        plan = await decide(plane, body=grown)
+        assert (plan.pool_id, plan.prefix_n_tokens, plan.exact) == (pool["pool_id"], same, True)
+
+
+async def test_another_start_of_the_engine_may_have_another_template(plane):
+    await plane.create(messages=[SYSTEM], name="a")
+    assert not (await decide(plane, body=chat(LONG))).exact
+    plane.engine.template = DropsReasoning()
+    await plane.engine.restart()
+    await eventually(lambda: plane.control.tree.get("a").residency == "cold")
+    n = n_renders(plane)
+    assert (await decide(plane, body=chat(LONG))).exact
+    assert n_renders(plane) == n + 1
 
 
 async def test_a_new_deeper_pool_is_found_although_the_chat_was_seen(plane):
