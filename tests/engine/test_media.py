@@ -4,13 +4,9 @@ The projector's weights are random like those of the models; what counts is that
 so that another picture gives another answer. Answers are compared with a stock server's after a full prefill.
 """
 
-import base64
-import struct
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,45 +16,13 @@ from .conftest import SMALL, Launcher
 from .divergence import Distribution
 from .hooks import Engine, Refused, Running
 from .noise import Noise
-from .tiny_models import IMAGE_N_TOKENS, IMAGE_SIZE, write_tiny_projector
+from .pictures import CHAT, QUESTION, Json, chat, seeing, text_of
+from .tiny_models import IMAGE_N_TOKENS, write_tiny_projector
 
 pytestmark = pytest.mark.engine
 
-CHAT, POOLS = "/v1/chat/completions", ("--polykv-max-pools", "16")
-N_ANSWER = 16
-QUESTION = "What is in the picture?"
+POOLS = ("--polykv-max-pools", "16")
 CANARY = "The vault opens with marmalade."
-Json = dict[str, Any]
-
-
-def picture(seed: int) -> str:
-    """A PNG of coloured squares as a data URI; other seed, other picture."""
-    squares = np.random.default_rng(seed).integers(0, 256, (4, 4, 3), dtype=np.uint8)
-    pixels = np.kron(squares, np.ones((IMAGE_SIZE // 4, IMAGE_SIZE // 4, 1), np.uint8))
-    header = struct.pack(">IIBBBBB", IMAGE_SIZE, IMAGE_SIZE, 8, 2, 0, 0, 0)
-    rows = zlib.compress(b"".join(b"\0" + row.tobytes() for row in pixels))
-    png = b"\x89PNG\r\n\x1a\n" + _chunk(b"IHDR", header) + _chunk(b"IDAT", rows) + _chunk(b"IEND", b"")
-    return "data:image/png;base64," + base64.b64encode(png).decode()
-
-
-def _chunk(kind: bytes, content: bytes) -> bytes:
-    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
-
-
-def chat(system: str, *said: Any, **more: Any) -> Json:
-    """A greedy chat; every second thing said is the assistant's."""
-    turns = [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(said)]
-    body = {"messages": [{"role": "system", "content": system}, *turns], "max_tokens": N_ANSWER}
-    return body | {"temperature": 0, "ignore_eos": True} | more
-
-
-def seeing(seed: int, question: str = QUESTION) -> list[Json]:
-    return [{"type": "text", "text": question}, {"type": "image_url", "image_url": {"url": picture(seed)}}]
-
-
-def text_of(reply: Json) -> str:
-    text: str = reply["choices"][0]["message"]["content"]
-    return text
 
 
 @pytest.fixture(scope="module")
