@@ -1,9 +1,12 @@
-"""Stands in for llama-server in `benchmarks.upstream_tests`: takes its arguments, starts one of the three servers.
+"""Stands in for llama-server in ``benchmarks.upstream_tests``: takes its arguments, starts the server of one arm.
 
-    python -m benchmarks.upstream_server stock|patched|proxy LLAMA_SERVER_ARGS...
+    stock        the binary it is given, with the arguments as they came
+    patched-off  the same for the patched binary, which is told to have no pools
+    patched      the patched binary with pools
+    proxy        that on a port of its own, and the proxy on the addresses and the port that were asked for
 
-``stock`` becomes the given binary. ``patched`` becomes the patched one with pools. ``proxy`` starts that on a port of
-its own and the proxy on the port that was asked for, and stops both when it is stopped.
+Cache and context are those that the test asks for: a unified cache only where it says so, and on a split one, of which
+every sequence gets an equal share, as much for each slot as without pools.
 """
 
 import os
@@ -18,37 +21,54 @@ from types import FrameType
 
 from tests.engine.harness import free_port
 
-N_POOLS = 8
+N_POOLS = 4
+_N_EXTRA_SEQ = 2
+"""Sequences that the engine adds to slots and pools: the service slot's and a spare one."""
+
+_STOP_WITHIN_S = 3.0
+"""Less than the five seconds after which the tests kill us, and could not reach our children."""
 
 
 def value_of(arguments: Sequence[str], flag: str) -> str | None:
     return arguments[arguments.index(flag) + 1] if flag in arguments else None
 
 
-def without(arguments: Sequence[str], flag: str) -> list[str]:
-    """The arguments without a flag and its value."""
-    if flag not in arguments:
-        return list(arguments)
-    at = arguments.index(flag)
-    return [*arguments[:at], *arguments[at + 2 :]]
+def without(arguments: Sequence[str], *flags: str) -> list[str]:
+    """The arguments without these flags and their values."""
+    kept = list(arguments)
+    for flag in flags:
+        if flag in kept:
+            at = kept.index(flag)
+            del kept[at : at + 2]
+    return kept
+
+
+def padded(n: int) -> int:
+    """As llama.cpp rounds the cells of a cache, and of one sequence in it."""
+    return -(-n // 256) * 256
 
 
 def with_pools(arguments: Sequence[str]) -> list[str]:
-    """The same server with pools: a unified cache, and for every slot the context it had on the split one."""
-    pooled = [*arguments, "--polykv-max-pools", str(N_POOLS)]
-    if "--kv-unified" not in arguments:
-        pooled.append("--kv-unified")
-        n_ctx, n_slots = value_of(arguments, "--ctx-size"), value_of(arguments, "--parallel")
-        if n_ctx and n_slots:
-            pooled += ["--kv-unified-per-slot", str(int(n_ctx) // int(n_slots))]
-    return pooled
+    """The same server with pools; every slot keeps its context.
+
+    Without ``--parallel`` llama-server takes a unified cache by itself.
+    """
+    pools = ["--polykv-max-pools", str(N_POOLS)]
+    n_ctx, n_slots = value_of(arguments, "--ctx-size"), value_of(arguments, "--parallel")
+    if "--kv-unified" in arguments or n_slots is None:
+        return [*arguments, *pools]
+    if n_ctx is None:
+        raise SystemExit("a split cache without --ctx-size: there is no telling what a slot should get")
+    n_ctx_slot = padded(padded(int(n_ctx)) // int(n_slots))
+    n_ctx_all = n_ctx_slot * (int(n_slots) + N_POOLS + _N_EXTRA_SEQ)
+    return [*without(arguments, "--ctx-size"), "--ctx-size", str(n_ctx_all), *pools]
 
 
 def run_behind_proxy(binary: str, arguments: Sequence[str]) -> int:
     port, key = value_of(arguments, "--port"), value_of(arguments, "--api-key")
     host = value_of(arguments, "--host") or "127.0.0.1"
-    engine_port = free_port()
-    inner = [*without(without(arguments, "--port"), "--host"), "--port", str(engine_port), "--host", "127.0.0.1"]
+    engine_port = another_port(port)
+    inner = [*without(arguments, "--port", "--host"), "--port", str(engine_port), "--host", "127.0.0.1"]
     upstream = f"http://127.0.0.1:{engine_port}"
     keys = {"POLYKV_UPSTREAM_API_KEY": key, "POLYKV_API_KEY": key} if key else {}
     serve = [sys.executable, "-m", "polykv_proxy.cli", "serve", "--upstream", upstream, "--port", str(port)]
@@ -67,7 +87,20 @@ def run_behind_proxy(binary: str, arguments: Sequence[str]) -> int:
     while all(child.poll() is None for child in children):
         time.sleep(0.05)
     stop(signal.SIGTERM, None)
+    end_s = time.monotonic() + _STOP_WITHIN_S
+    for child in children:
+        try:
+            child.wait(max(0.0, end_s - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            child.kill()
     return max(abs(child.wait()) for child in children)
+
+
+def another_port(taken: str | None) -> int:
+    """A free port that is not the one the proxy is about to listen on."""
+    while (port := free_port()) == int(taken or 0):
+        pass
+    return port
 
 
 def is_healthy(url: str) -> bool:
@@ -79,12 +112,13 @@ def is_healthy(url: str) -> bool:
 
 
 def main() -> int:
+    """Become the server that ``ARM ARGUMENTS...`` asks for."""
     arm, *arguments = sys.argv[1:]
     binary = os.environ["UPSTREAM_TESTS_BINARY"]
+    if arm == "patched":
+        arguments = with_pools(arguments)
+    elif arm == "patched-off":
+        arguments += ["--polykv-max-pools", "0"]
     if arm != "proxy":
-        os.execv(binary, [binary, *(with_pools(arguments) if arm == "patched" else arguments)])
+        os.execv(binary, [binary, *arguments])
     return run_behind_proxy(binary, arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
