@@ -24,6 +24,7 @@ def pool_source(
     own_tokens: str | None = None,
     from_session: str | None = None,
     forking: bool = False,
+    from_sessions: bool = True,
 ) -> dict[str, Any]:
     """Give the part of the request body that says what the pool is made from.
 
@@ -39,7 +40,8 @@ def pool_source(
     }
     chosen = [flag for flag, value in given.items() if value is not None]
     if len(chosen) != 1:
-        flags = ", ".join(flag for flag in given if forking or flag != "--own-tokens")
+        left_out = {"--own-tokens": not forking, "--from-session": not from_sessions}
+        flags = ", ".join(flag for flag in given if not left_out.get(flag))
         raise WrongUsage(f"give exactly one of {flags}" + (f", not {' and '.join(chosen)}" if chosen else ""))
     if prompt is not None:
         return {"prompt": prompt}

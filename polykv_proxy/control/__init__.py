@@ -9,6 +9,7 @@ sequences  the engine's sequences: order, find again, give back
 room       cells: does it fit, who leaves, who waits for whom
 attach     which pool a request gets, how far, and why not further
 compare    a prompt against the pools
+dry_run    what a request would get
 sources    from prompts, messages and sessions to tokens
 snapshots  a slot's context as a pool
 seen       conversations that need not be rendered again (pure)

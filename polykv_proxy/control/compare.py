@@ -4,7 +4,6 @@ The engine renders, tokens are compared here, and what was compared before is no
 """
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,10 +55,8 @@ class Comparer:
         sessions: SessionBook,
         engine: EngineClient,
         watch: EngineWatch,
-        is_resident: Callable[[Pool], bool],
     ):
         self._tree, self._sessions, self._engine, self._watch = tree, sessions, engine, watch
-        self._is_resident = is_resident
         self.seen = SeenBook()
         self._version = 0
 
@@ -192,35 +189,3 @@ class Comparer:
         """Whether another pool starts with all of this one's tokens: a chat may match that one further."""
         n, tree = pool.prefix_len, self._tree
         return any(p.prefix_len > n and tree.hash_at(p.pool_id, n) == pool.tokens_hash for p in tree)
-
-    async def project(self, path: str, body: dict[str, Any], named: Pool | None) -> dict[str, Any]:
-        """Say what ``decide`` would find for a prompt, without changing or preparing anything.
-
-        Raises:  RequestError (400), UpstreamError and its heirs
-        """
-        rendered = await self._engine.render(path, body)
-        n_tokens = len(rendered.tokens)
-        if rendered.has_media or rendered.n_prompts != 1:
-            return _projection(None, 0, n_tokens, "incompatible")
-        stats = self._watch.stats
-        if stats is not None and stats.share != "ok":
-            return _projection(None, 0, n_tokens, "swa_or_recurrent")
-        found = self.compare_tokens([rendered.tokens], named)
-        if found.pool is None or not found.prefix_n_tokens:
-            return _projection(None, 0, n_tokens, "diverged" if len(self._tree) else "no_pool")
-        pool, n_prefix = found.pool, found.prefix_n_tokens
-        diverged = n_prefix < min(pool.prefix_len, n_tokens)
-        reason = "diverged" if diverged else None if self._is_resident(pool) else "cold"
-        return _projection(pool, n_prefix, n_tokens, reason)
-
-
-def _projection(pool: Pool | None, n_prefix: int, n_tokens: int, reason: str | None) -> dict[str, Any]:
-    """``divergence``: where the prompt leaves the pool; None when it holds all of it or ends inside."""
-    diverged = pool is not None and n_prefix < min(pool.prefix_len, n_tokens)
-    return {
-        "pool_id": pool.pool_id if pool is not None else None,
-        "prefix_n_tokens": n_prefix,
-        "uncached_n_tokens": n_tokens - n_prefix,
-        "miss_reason": reason,
-        "divergence": {"pos": n_prefix, "pool_prefix_len": pool.prefix_len} if pool is not None and diverged else None,
-    }

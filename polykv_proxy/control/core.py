@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from polykv_proxy.config import Settings
 from polykv_proxy.control.attach import Attacher
 from polykv_proxy.control.compare import Comparer
+from polykv_proxy.control.dry_run import DryRun
 from polykv_proxy.control.lease import TTL_S, Lease
 from polykv_proxy.control.orders import AttachPlan, AttachRequest, CreatePool, ForkPool, Outcome
 from polykv_proxy.control.pools import PoolWork
@@ -75,6 +76,12 @@ class Control:
         self.comparer = Comparer(
             tree=self.tree,
             sessions=self.sessions,
+            engine=self.engine,
+            watch=self.watch,
+        )
+        self.dry_run = DryRun(
+            tree=self.tree,
+            comparer=self.comparer,
             engine=self.engine,
             watch=self.watch,
             is_resident=lambda pool: self.residency.held(pool) is not None,
@@ -248,14 +255,6 @@ class Control:
     async def explain(self, plan: AttachPlan, outcome: Outcome) -> None:
         """Wait until ``settle`` can name the right reason: asks the engine if the request got less than planned."""
         await self.attach.explain(plan, outcome)
-
-    async def match(self, path: str, body: dict[str, Any], pool_ref: int | str | None = None) -> dict[str, Any]:
-        """Say what a request would get, changing nothing.
-
-        Raises:  PoolNotFound (404), RequestError (400), EngineUnpatched (501), UpstreamError and its heirs
-        """
-        await self.watch.require_patched()
-        return await self.comparer.project(path, body, self.tree.get(pool_ref) if pool_ref is not None else None)
 
     def health(self) -> tuple[bool, dict[str, Any]]:
         """(ready, body). ``draining`` beats everything else."""

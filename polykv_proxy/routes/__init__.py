@@ -1,6 +1,7 @@
 """The control plane, ``/polykv/*``: parse, ask control, answer. No state and no decision in here.
 
-pools     create, fork, show, release, match
+pools     create, fork, show, release
+match     what a request would get
 sessions  who is attached where
 health    readiness
 body      strict bodies, errors that name the field
@@ -12,10 +13,13 @@ from aiohttp import web
 
 from polykv_proxy.control import Control
 from polykv_proxy.routes.health import health_routes
+from polykv_proxy.routes.match import match_routes
 from polykv_proxy.routes.pools import pool_routes
 from polykv_proxy.routes.sessions import session_routes
 
 
 def add_routes(app: web.Application, control: Control) -> None:
     """Put the control plane's routes on an application."""
-    app.router.add_routes([*pool_routes(control), *session_routes(control), *health_routes(control)])
+    app.router.add_routes(
+        [*pool_routes(control), *match_routes(control), *session_routes(control), *health_routes(control)]
+    )

@@ -31,8 +31,8 @@ class SourceFields(_Body):
     tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    def one_source(self) -> None:
-        """Check that exactly one source is there. Raises RequestError."""
+    def source(self) -> Source:
+        """The source as control wants it. Raises RequestError unless exactly one is there."""
         allowed = [name for name in _SOURCES if name in type(self).model_fields]
         given = [name for name in allowed if getattr(self, name) is not None]
         if len(given) != 1:
@@ -44,17 +44,7 @@ class SourceFields(_Body):
             for name in ("tools", "chat_template_kwargs"):
                 if getattr(self, name) is not None:
                     raise RequestError(f"{name} only go with messages", param=name)
-
-
-class _Pool(SourceFields):
-    from_session: Annotated[StrictStr, Field(min_length=1, max_length=256)] | None = None
-    name: StrictStr | None = None
-    pin: StrictBool | None = None
-    ttl_s: Annotated[float, Field(ge=0, le=MAX_TTL_S, strict=True)] | None = None
-
-    def source(self) -> Source:
-        """The source as control wants it. Raises RequestError."""
-        self.one_source()
+        from_session: str | None = getattr(self, "from_session", None)
         return Source(
             tokens=self.tokens,
             own_tokens=getattr(self, "own_tokens", None),
@@ -62,8 +52,15 @@ class _Pool(SourceFields):
             messages=self.messages,
             tools=self.tools,
             chat_template_kwargs=self.chat_template_kwargs,
-            from_session=SessionId(self.from_session) if self.from_session is not None else None,
+            from_session=SessionId(from_session) if from_session is not None else None,
         )
+
+
+class _Pool(SourceFields):
+    from_session: Annotated[StrictStr, Field(min_length=1, max_length=256)] | None = None
+    name: StrictStr | None = None
+    pin: StrictBool | None = None
+    ttl_s: Annotated[float, Field(ge=0, le=MAX_TTL_S, strict=True)] | None = None
 
 
 class CreateBody(_Pool):

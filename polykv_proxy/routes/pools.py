@@ -7,7 +7,7 @@ from aiohttp import web
 from polykv_proxy.control import Control, CreatePool, ForkPool
 from polykv_proxy.errors import UpstreamLoading, UpstreamTimeout, UpstreamUnavailable
 from polykv_proxy.routes.answers import Handler, answering, json_answer
-from polykv_proxy.routes.body import CreateBody, ForkBody, MatchBody, query_flag, read_body
+from polykv_proxy.routes.body import CreateBody, ForkBody, query_flag, read_body
 
 
 def pool_routes(control: Control) -> list[web.RouteDef]:
@@ -42,20 +42,6 @@ def pool_routes(control: Control) -> list[web.RouteDef]:
         recursive = query_flag(request, "recursive")
         return json_answer(await control.release_pool(request.match_info["ref"], recursive=recursive))
 
-    async def match(request: web.Request) -> web.Response:
-        body = await read_body(request, MatchBody, control.ctx_total)
-        body.one_source()
-        prompt = {"prompt": body.tokens if body.tokens is not None else body.prompt}
-        chat = {
-            "messages": body.messages,
-            "tools": body.tools,
-            "chat_template_kwargs": body.chat_template_kwargs,
-        }
-        if body.messages is None:
-            return json_answer(await control.match("/completion", prompt, body.pool_id))
-        asked = {key: value for key, value in chat.items() if value is not None}
-        return json_answer(await control.match("/v1/chat/completions", asked, body.pool_id))
-
     def on(method: Callable[..., web.RouteDef], path: str, handler: Handler) -> web.RouteDef:
         return method(path, answering(handler))
 
@@ -65,7 +51,6 @@ def pool_routes(control: Control) -> list[web.RouteDef]:
         on(web.post, "/polykv/pools/{ref}/fork", fork),
         on(web.get, "/polykv/pools/{ref}", show_one),
         on(web.delete, "/polykv/pools/{ref}", release),
-        on(web.post, "/polykv/match", match),
     ]
 
 

@@ -34,9 +34,9 @@ def options(found: Command) -> dict[str, tuple[object, object]]:
 POOL_COMMANDS = ["tree", "ls", "show", "create", "fork", "release"]
 
 
-@pytest.mark.parametrize("name", POOL_COMMANDS)
-def test_every_command_that_asks_the_proxy_takes_the_three_options(name: str) -> None:
-    taken = options(command("pools", name))
+@pytest.mark.parametrize("path", [*(("pools", name) for name in POOL_COMMANDS), ("match",)], ids=" ".join)
+def test_every_command_that_asks_the_proxy_takes_the_three_options(path: tuple[str, ...]) -> None:
+    taken = options(command(*path))
     assert taken["--url"] == ("http://127.0.0.1:8090", "POLYKV_URL")
     assert taken["--admin-key"] == (None, "POLYKV_ADMIN_KEY")
     assert "--json" in taken
