@@ -1,10 +1,10 @@
 """Which pool a request attaches to, and how far: decided before it goes out, settled when its reply is there.
 
-    1. Engine without hooks or managed by another proxy, or a model that cannot share: unpooled.
+    1. Engine without hooks or managed by another proxy, or a model that cannot share: unpooled, and not counted.
     2. Which pool: the one it names (an unknown one: unpooled), else the session's while the prompt still starts with
        all of it, else the deepest match that is worth it (``compare``).
     3. How far: the prompt's tokens against the pool's.
-    4. Cells for it (``room``): evicted, waited for, or unpooled if only that fits.
+    4. Cells for it (``admission``): evicted, waited for, or unpooled if only that fits. Also for who gets no pool.
     5. Make the pool resident (one flight per pool). If that cannot be now: unpooled, never an error.
 
 A pool that cannot be had costs time, not an answer. What fails a data request in here: an explicit prefix that does not
@@ -15,14 +15,13 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-import orjson
-
+from polykv_proxy.control.admission import Admission
 from polykv_proxy.control.compare import Comparer, Comparison, Unpooled
 from polykv_proxy.control.orders import AttachPlan, AttachRequest, Outcome
 from polykv_proxy.control.residency import Residency
 from polykv_proxy.control.room import Room
 from polykv_proxy.control.watch import EngineWatch
-from polykv_proxy.errors import ExplicitPrefixTooLong, PolyKVError, PoolNotFound, UpstreamError
+from polykv_proxy.errors import ExplicitPrefixTooLong, PolyKVError, PoolNotFound
 from polykv_proxy.ids import SeqId, SlotId
 from polykv_proxy.tree.pool import Pool
 from polykv_proxy.tree.prefix import Tokens
@@ -30,13 +29,8 @@ from polykv_proxy.tree.tree import PoolTree
 
 log = logging.getLogger("polykv.attach")
 
-ANSWER_CELLS = 256
-"""Room for so much of an answer is made if unused pools can give it; nobody waits for it."""
-
 EXPLAIN_S = 1.0
 """A reply that is there waits no longer than this for the reason of its miss."""
-
-_LIMITS = ("max_tokens", "max_completion_tokens", "n_predict", "max_output_tokens")
 
 
 class Attacher:
@@ -54,6 +48,7 @@ class Attacher:
     ):
         self._tree, self._comparer, self._watch, self._clock = tree, comparer, watch, clock
         self._residency, self._room, self._snapshot_slot = residency, room, snapshot_slot
+        self.admission = Admission(comparer=comparer, watch=watch, residency=residency, room=room)
         self._may_change = may_change
         self._looking: asyncio.Task[None] | None = None
 
@@ -77,13 +72,15 @@ class Attacher:
 
     async def _decide(self, request: AttachRequest) -> AttachPlan:
         named = self._named(request)
+        counts = not (request.takes_a_slot and self._room.comes_back())
         # 1.
-        if self._watch.hooks is not True or self._watch.stats is None:
-            return AttachPlan(miss_reason="no_pool")
-        if not self._may_change():
-            return AttachPlan(miss_reason="not_resident" if len(self._tree) else "no_pool")
-        if self._watch.stats.share != "ok":
-            return AttachPlan(miss_reason="swa_or_recurrent")
+        unknown = self._cannot_attach()
+        if not request.shareable:
+            if unknown is None:
+                await self._place(request, Comparison(), None, counts=counts)
+            return AttachPlan(miss_reason="incompatible")
+        if unknown is not None:
+            return AttachPlan(miss_reason=unknown)
         if self._looking is not None and not self._looking.done():
             await asyncio.wait([self._looking], timeout=EXPLAIN_S)  # what is known is being corrected
         # 2. and 3.
@@ -91,15 +88,13 @@ class Attacher:
         try:
             found = await self._choose(request, named)
         except Unpooled as e:
-            if e.plan.miss_reason == "incompatible":
-                return e.plan
+            if e.plan.miss_reason == "incompatible" and e.found is None:
+                return e.plan  # what is in it besides text takes cells that nobody can count
             found, unpooled = e.found or Comparison(), e.plan
         # 4.
         pool = found.pool if unpooled is None else None
         asked = found.pool.pool_id if found.pool is not None else None
-        if self._room.comes_back():
-            self._room.promise(0, asked, request.session)
-        elif pool is not await self._admit(request, found, pool):
+        if pool is not await self._place(request, found, pool, counts=counts):
             pool = None
         if pool is None:
             return unpooled or AttachPlan(miss_reason="not_resident", asked=asked)
@@ -108,8 +103,7 @@ class Attacher:
             held = await self._residency.ensure(pool)
         except PolyKVError as e:
             log.warning("pool %s cannot be resident now: %s", pool.label, e.message)
-            if not self._room.comes_back():
-                await self._admit(request, found, None)
+            await self._place(request, found, None, counts=counts)
             reason = "no_pool" if isinstance(e, PoolNotFound) else "not_resident"
             return AttachPlan(miss_reason=reason, asked=asked)
         n_prefix = found.prefix_n_tokens if request.explicit_p is None else request.explicit_p
@@ -125,6 +119,23 @@ class Attacher:
             epoch=held.epoch,
             asked=pool.pool_id,
         )
+
+    def _cannot_attach(self) -> str | None:
+        """Why nothing is known that could be decided by; None when there is no such reason."""
+        if self._watch.hooks is not True or self._watch.stats is None:
+            return "no_pool"
+        if not self._may_change():
+            return "not_resident" if len(self._tree) else "no_pool"
+        return "swa_or_recurrent" if self._watch.stats.share != "ok" else None
+
+    async def _place(
+        self, request: AttachRequest, found: Comparison, pool: Pool | None, *, counts: bool
+    ) -> Pool | None:
+        """Cells for it, unless it has to stand in line for a slot first. Gives the pool that it may have."""
+        if counts:
+            return await self.admission.admit(request, found, pool)
+        self._room.announce(found.pool.pool_id if found.pool is not None else None, request.session)
+        return pool
 
     def _named(self, request: AttachRequest) -> Pool | None:
         """The pool that a request names, if there is one of that name."""
@@ -171,61 +182,6 @@ class Attacher:
         if pool is None:
             raise Unpooled("diverged")
         return pool
-
-    # Room ----------------------------------------------------------------------------------------------------------
-
-    async def _admit(self, request: AttachRequest, found: Comparison, pool: Pool | None) -> Pool | None:
-        """See to it that there is room for the request with its pool. Gives None when it only fits without one.
-
-        Raises:  KvExhaustedForRequest (503)
-        """
-        options = [pool, None] if pool is not None else [None]
-        n_more = _answer_cells(request)
-
-        def n_cells(option: Pool | None) -> int:
-            missing = self._residency.n_missing(option) if option is not None else 0
-            return self._n_private(request, found, option) + missing
-
-        if not self._room.fits(n_cells(pool) + n_more):
-            if found.n_total is None:
-                found = await self._count(request, found)
-            if found.n_total is not None and not self._too_long(found):
-                try:
-                    place = await self._room.wait_for(lambda: [n_cells(option) for option in options], n_more)
-                    pool = options[place]
-                except UpstreamError as e:
-                    log.info("cells not counted: %s", e.message)  # the request itself will show what is the matter
-        asked = pool.pool_id if pool is not None else None
-        self._room.promise(self._n_private(request, found, pool), asked, request.session)
-        return pool
-
-    def _too_long(self, found: Comparison) -> bool:
-        """The engine will refuse it, in its own words."""
-        n_ctx = self._watch.stats.n_ctx_slot if self._watch.stats is not None else None
-        return n_ctx is not None and (found.n_total or 0) >= n_ctx * found.n_prompts
-
-    def _n_private(self, request: AttachRequest, found: Comparison, pool: Pool | None) -> int:
-        """Cells of the prompts beyond what is shared, and one for each first token."""
-        n_total = found.n_total if found.n_total is not None else self._estimate(request.body)
-        n_choices = request.body.get("n")
-        n_choices = n_choices if isinstance(n_choices, int) and n_choices > 1 else 1
-        n_shared = found.prefix_n_tokens * found.n_prompts if pool is not None else 0
-        return max(0, n_total - n_shared) + n_choices * found.n_prompts
-
-    def _estimate(self, body: dict[str, object]) -> int:
-        """Tokens of a body that was not rendered: seldom too few, never more than a slot takes."""
-        n_ctx = self._watch.stats.n_ctx_slot if self._watch.stats is not None else None
-        n_tokens = len(orjson.dumps(body, option=orjson.OPT_NON_STR_KEYS)) // 2 + ANSWER_CELLS
-        return n_tokens if n_ctx is None else min(n_ctx, n_tokens)
-
-    async def _count(self, request: AttachRequest, found: Comparison) -> Comparison:
-        """It is getting tight: render what was not, only to count it."""
-        try:
-            prompts = await self._comparer.render(request)
-        except Unpooled:
-            return found
-        n_total = sum(len(tokens) for tokens in prompts)
-        return Comparison(found.pool, found.prefix_n_tokens, found.n_tokens, found.exact, len(prompts), n_total)
 
     # After ---------------------------------------------------------------------------------------------------------
 
@@ -301,8 +257,3 @@ def _got_less(plan: AttachPlan, outcome: Outcome) -> bool:
         # The engine always decodes at least the last token of a prompt.
         expected = min(expected, outcome.cache_n + outcome.prompt_n - 1)
     return _got(outcome) < expected
-
-
-def _answer_cells(request: AttachRequest) -> int:
-    limits = (request.body.get(name) for name in _LIMITS)
-    return min([ANSWER_CELLS, *(n for n in limits if isinstance(n, int) and n >= 0)])

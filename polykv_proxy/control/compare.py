@@ -4,7 +4,7 @@ The engine renders, tokens are compared here, and what was compared before is no
 """
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from polykv_proxy.control.orders import AttachPlan, AttachRequest
@@ -35,7 +35,10 @@ class Unpooled(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A prompt against the pools. ``n_tokens`` of the (shortest) prompt, ``n_total`` of all; None = not rendered."""
+    """A prompt against the pools. ``n_tokens`` of the (shortest) prompt; None = not rendered.
+
+    ``n_prompts``, ``n_total``: prompts that the engine works on at the same time, and their tokens.
+    """
 
     pool: Pool | None = None
     prefix_n_tokens: int = 0
@@ -97,23 +100,36 @@ class Comparer:
         """
         lengths = [len(tokens) for tokens in prompts]
         n_tokens = min(lengths)
-        pool, n_prefix = self._best(prompts, n_tokens, named, of_session, at_least)
-        return Comparison(pool, n_prefix, n_tokens, True, len(prompts), sum(lengths))
+        n_prompts, n_total = self.at_once(lengths)
+        counted = Comparison(None, 0, n_tokens, True, n_prompts, n_total)
+        pool, n_prefix = self._best(prompts, counted, named, of_session, at_least)
+        return replace(counted, pool=pool, prefix_n_tokens=n_prefix)
+
+    def at_once(self, lengths: list[int]) -> tuple[int, int]:
+        """How many of these prompts the engine may work on at the same time, and how many tokens they have at most."""
+        n_slots = self._watch.stats.n_slots if self._watch.stats is not None else 0
+        largest = sorted(lengths, reverse=True)[: n_slots or None]
+        return len(largest), sum(largest)
 
     def _best(
-        self, prompts: list[Tokens], n_tokens: int, named: Pool | None, of_session: Pool | None, at_least: int | None
+        self,
+        prompts: list[Tokens],
+        counted: Comparison,
+        named: Pool | None,
+        of_session: Pool | None,
+        at_least: int | None,
     ) -> tuple[Pool | None, int]:
         if named is not None:
             if named.pool_id not in self._tree:
                 raise Unpooled("no_pool", named.pool_id)  # released while the prompt was rendered
             n_prefix = self._lcp(named, prompts)
             if n_prefix == 0 and len(prompts) > 1:
-                raise Unpooled("incompatible", named.pool_id)
+                raise Unpooled("incompatible", named.pool_id, counted)
             return named, n_prefix
         best: tuple[Pool | None, int] = (None, 0)
         if of_session is not None and of_session.pool_id in self._tree:
             n_prefix = self._lcp(of_session, prompts)
-            if n_prefix == min(of_session.prefix_len, n_tokens) and n_prefix >= (at_least or 0):
+            if n_prefix == min(of_session.prefix_len, counted.n_tokens or 0) and n_prefix >= (at_least or 0):
                 return of_session, n_prefix
             if n_prefix >= (1 if at_least is not None else MIN_AUTO_TOKENS):
                 best = (of_session, n_prefix)

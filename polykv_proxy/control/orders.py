@@ -56,7 +56,11 @@ class ForkPool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttachRequest:
-    """One attachable request. ``explicit``: it carried a field of the contract; ``strict``: no such pool is a 404."""
+    """One attachable request. ``explicit``: it carried a field of the contract; ``strict``: no such pool is a 404.
+
+    ``shareable`` False: its own fields forbid sharing (``incompatible``), so only its cells matter.
+    ``takes_a_slot`` False: it stands in no line of ours for one.
+    """
 
     path: str
     body: dict[str, Any]
@@ -66,6 +70,8 @@ class AttachRequest:
     session: SessionId | None = None
     explicit: bool = False
     strict: bool = False
+    shareable: bool = True
+    takes_a_slot: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

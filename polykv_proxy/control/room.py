@@ -8,6 +8,9 @@ A request is counted before it goes out, because an engine without room stops so
     4. Wait, first come first served, while running requests may still give cells back.
     5. ``KvExhaustedForRequest``.
 
+A place in the line for slots comes before a place in this one: whoever stands in that line is promised nothing. Else it
+could wait for the slot of somebody who waits for the cells that it was promised.
+
 How many cells can be had is never known exactly, only from below, in two ways; the better one counts:
 
     what is free, and what idle slots hold alone (the engine purges them by itself);
@@ -19,13 +22,12 @@ The second also sees what idle slots keep of released pools, the first what a po
 import asyncio
 import logging
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from polykv_proxy.control.watch import EngineWatch
-from polykv_proxy.errors import InvariantError, KvExhaustedForRequest
+from polykv_proxy.errors import InvariantError, KvExhaustedForRequest, PolyKVError
 from polykv_proxy.ids import PoolId, SessionId
 from polykv_proxy.sessions import SessionBook
 from polykv_proxy.slots import SlotBook
@@ -47,17 +49,37 @@ GROWTH_CELLS = 256
 
 GROWTH_MIN_CELLS, LOOK_AHEAD_S = 32, 2.0
 
+FIRST_CELLS = 32
+"""Who would leave less than this for the beginning of its answer, or for each answer under way, waits for them to end:
+the engine would cut somebody short, or refuse the prompt itself, as soon as it is in."""
+
 _NOT_STARTED = ("idle", "started")
 """A slot in one of these states drops what its request does not reuse before it takes a cell."""
 
 
 @dataclass(slots=True, eq=False)
 class _Promise:
-    """``n_cells`` 0: it is only known that it will come, and for which pool."""
+    """Not ``counted``: it is only known that it will come, and for which pool."""
 
     n_cells: int
     pool_id: PoolId | None
     session: SessionId | None
+    counted: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What one look at the engine says, for all who ask before the next. ``n_spare``: with the margin for growth."""
+
+    stats: Stats
+    n_spare: int
+    running: frozenset[int]
+
+    @classmethod
+    def read(cls, stats: Stats) -> "_Known":
+        busy = [slot for slot in stats.slots if not slot.idle]
+        coming = sum(_still_to_come(slot) for slot in busy)
+        return cls(stats, _n_free_or_idle(stats) - coming - GROWTH_CELLS * len(busy), _running(stats))
 
 
 class Sequences(Protocol):
@@ -91,11 +113,14 @@ class Room:
         clock: Callable[[], float],
     ):
         self._tree, self._sessions, self._slots, self._watch, self._clock = tree, sessions, slots, watch, clock
-        self._promises: weakref.WeakKeyDictionary[asyncio.Task[Any], _Promise] = weakref.WeakKeyDictionary()
+        self._promises: dict[asyncio.Task[Any], _Promise] = {}
         self._kept: list[tuple[float, int]] = []
         self._making = asyncio.Lock()
         self._line = asyncio.Lock()
+        self._n_in_line = 0
+        self._known: _Known | None = None
         self._changed = asyncio.Event()
+        self._dismissed: PolyKVError | None = None
         self.max_wait_s = MAX_WAIT_S
 
     # Promises ------------------------------------------------------------------------------------------------------
@@ -103,6 +128,22 @@ class Room:
     def promise(self, n_cells: int, pool_id: PoolId | None = None, session: SessionId | None = None) -> None:
         """Count these cells as taken, and the pool as used, until ``settled``. Replaces this task's last promise."""
         self._promises[_this_task()] = _Promise(n_cells, pool_id, session)
+
+    def announce(self, pool_id: PoolId | None, session: SessionId | None) -> None:
+        """It comes later, and needs nothing until it is counted then. The pool counts as used."""
+        self._promises[_this_task()] = _Promise(0, pool_id, session, counted=False)
+
+    def put_off(self) -> None:
+        """This task has to wait for something else first: others may have its cells, and it is counted anew."""
+        own = self._promises.get(_this_task())
+        if own is not None and own.counted:
+            self.announce(own.pool_id, own.session)
+            self._changed.set()
+
+    def is_put_off(self) -> bool:
+        """This task was announced, and not counted since."""
+        own = self._promises.get(_this_task())
+        return own is not None and not own.counted
 
     def settled(self) -> None:
         """What this task was promised is used up or not needed any more."""
@@ -139,14 +180,35 @@ class Room:
     def fits(self, n_cells: int) -> bool:
         """Whether it fits by what is known, with a margin for what is not: no means that it must be looked at."""
         stats = self._watch.stats
-        if self.n_total is None or stats is None or stats.cells is None:
+        if self.n_total is None or stats is None:
             return True
-        busy = [slot for slot in stats.slots if not slot.idle]
-        promised = sum(p.n_cells for task, p in self._live() if task is not _this_task())
-        margin = GROWTH_CELLS * (len(busy) + len(self._promises))
-        coming = promised + sum(_still_to_come(slot) for slot in busy)
-        coming += sum(n for at_s, n in self._kept if at_s >= self._watch.asked_s)
-        return _n_free_or_idle(stats) - coming - margin >= n_cells
+        if self._known is None or self._known.stats is not stats:
+            self._known = _Known.read(stats)
+        known = self._known
+        n_spare = known.n_spare
+        for at_s, n_kept in self._kept:
+            if at_s >= self._watch.asked_s:
+                n_spare -= n_kept
+        if self._promises:
+            for task, promise in self._live():
+                if promise.counted and not self._arrived(task, promise, known.running):
+                    n_spare -= promise.n_cells + GROWTH_CELLS
+        return n_spare >= n_cells
+
+    async def fits_now(self, n_cells: int) -> bool:
+        """Whether it fits by fresh stats, without evicting anything. The caller promises in the same step.
+
+        Raises:  UpstreamError and its heirs
+        """
+        stats = await self._watch.refresh() if self.n_total is not None else None
+        if stats is None or self.n_total is None:
+            return True
+        return self._n_room(stats) - _n_growing(stats) >= n_cells
+
+    @property
+    def has_line(self) -> bool:
+        """Somebody waits for cells, and nobody overtakes."""
+        return self._n_in_line > 0
 
     async def make(self, n_cells: int, n_more: int = 0) -> bool:
         """Make room, evicting what nobody uses. Gives whether ``n_cells`` fit now; ``n_more`` would be nice.
@@ -167,26 +229,40 @@ class Room:
                 stats = await self._watch.refresh()
             return True
 
-    async def wait_for(self, options: Callable[[], Sequence[int]], n_more: int = 0) -> int:
+    async def wait_for(self, options: Callable[[], Sequence[int]], n_first: int = 0, n_more: int = 0) -> int:
         """Wait until one of these numbers of cells fits, and give its place in the list; the first one is preferred.
 
+        ``n_first`` cells besides are waited for while somebody at work may give them; ``n_more`` would be nice.
         The caller promises in the same step.
 
-        Raises:  KvExhaustedForRequest (503), UpstreamError and its heirs
+        Raises:  KvExhaustedForRequest (503), what ``dismiss`` was given, UpstreamError and its heirs
         """
+        self._n_in_line += 1
         try:
             async with asyncio.timeout(self.max_wait_s), self._line:
                 while True:
                     self._changed.clear()
+                    if self._dismissed is not None:
+                        raise self._dismissed
                     wanted = options()
                     for place, n_cells in enumerate(wanted):
-                        if await self.make(n_cells, n_more):
+                        if await self.make(n_cells + self._n_spared(n_cells, n_first), n_more):
                             return place
                     if not self._may_come(min(wanted)):
                         raise self._exhausted(min(wanted))
                     await self._change()
         except TimeoutError:
+            for place, n_cells in enumerate(options()):
+                if await self.make(n_cells):
+                    return place  # only what was to be spared never came free
             raise self._exhausted(min(options())) from None
+        finally:
+            self._n_in_line -= 1
+
+    def dismiss(self, error: PolyKVError) -> None:
+        """Everybody in line, now and from now on, gets ``error``."""
+        self._dismissed = error
+        self._changed.set()
 
     async def relieve(self) -> None:
         """Called by the heartbeat: running requests must not be cut short while pools lie there unused."""
@@ -220,8 +296,11 @@ class Room:
         return used | {holder.pool_id for holder in holders if holder is not None}
 
     def _live(self) -> "list[tuple[asyncio.Task[Any], _Promise]]":
-        """Promises of tasks that are still at it, whoever may still hold on to the others."""
-        return [(task, promise) for task, promise in self._promises.items() if not task.done()]
+        """Promises of tasks that are still at it; those of others end here."""
+        done = [task for task in self._promises if task.done()]
+        for task in done:
+            del self._promises[task]
+        return list(self._promises.items())
 
     # Counting ------------------------------------------------------------------------------------------------------
 
@@ -248,16 +327,25 @@ class Room:
             seqs = {pool.seq_id for pool in residents}
             private = sum(s.n_tokens - (s.n_pool_shared if s.pool_seq in seqs else 0) for s in busy)
             n_room = max(n_room, stats.cells.total - held_cells(self._tree, residents) - private)
-        running = {slot.id for slot in busy}
+        running = _running(stats)
         promised = sum(p.n_cells for task, p in self._live() if not self._arrived(task, p, running))
         return n_room - promised - sum(_still_to_come(slot) for slot in busy)
 
-    def _arrived(self, task: "asyncio.Task[Any]", promise: _Promise, running: set[int]) -> bool:
-        """It is this task's own, or the stats show it already."""
+    def _arrived(self, task: "asyncio.Task[Any]", promise: _Promise, running: frozenset[int]) -> bool:
+        """It is this task's own, or the stats show it already: it was sent before they were asked for, and runs."""
         if task is _this_task():
             return True
         session = self._sessions.get(promise.session) if promise.session is not None else None
-        return session is not None and any(turn.slot_id in running for turn in session.turns.values())
+        if session is None:
+            return False
+        asked_s = self._watch.asked_s
+        return any(t.slot_id in running and t.sent_s is not None and t.sent_s < asked_s for t in session.turns.values())
+
+    def _n_spared(self, n_cells: int, n_first: int) -> int:
+        """What this request must leave besides its own cells, as long as waiting can help."""
+        stats = self._watch.stats
+        n_spared = n_first + (_n_growing(stats) if stats is not None else 0)
+        return n_spared if self._may_come(n_cells + n_spared) else 0
 
     def _may_come(self, n_cells: int) -> bool:
         """Whether somebody is at work whose end could make this fit."""
@@ -274,7 +362,8 @@ class Room:
 
     def _exhausted(self, n_cells: int) -> KvExhaustedForRequest:
         stats = self._watch.stats
-        missing = max(1, n_cells - self._n_room(stats)) if stats is not None else None
+        # What could go, and would not be enough, is still there.
+        missing = max(1, n_cells - self._n_room(stats) - self.n_evictable()) if stats is not None else None
         return KvExhaustedForRequest(
             f"the KV cache is full: this request needs {n_cells} cells, {missing} are missing", cells_missing=missing
         )
@@ -296,6 +385,15 @@ def _n_free_or_idle(stats: Stats) -> int:
 def _still_to_come(slot: SlotStats) -> int:
     """Prompt tokens that a slot has yet to take cells for."""
     return max(0, slot.n_prompt - slot.n_tokens) if slot.state == "prompt" else 0
+
+
+def _running(stats: Stats) -> frozenset[int]:
+    return frozenset(slot.id for slot in stats.slots if slot.state not in _NOT_STARTED)
+
+
+def _n_growing(stats: Stats) -> int:
+    """What the answers under way take soon."""
+    return FIRST_CELLS * sum(slot.state == "generating" for slot in stats.slots)
 
 
 def _growth(slot: SlotStats) -> float:

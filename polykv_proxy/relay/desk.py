@@ -35,15 +35,25 @@ class SlotDesk:
         return len(self._waiting)
 
     async def acquire(
-        self, session: SessionId | None, n: int, conversation: Conversation | None, *, look_first: bool = False
+        self,
+        session: SessionId | None,
+        n: int,
+        conversation: Conversation | None,
+        *,
+        look_first: bool = False,
+        on_wait: Callable[[], None] = lambda: None,
     ) -> Grant:
-        """Wait for ``n`` slots, first come first served. Leaving (cancellation) gives up the place at once."""
+        """Wait for ``n`` slots, first come first served. Leaving (cancellation) gives up the place at once.
+
+        ``on_wait`` is called when there is a line to stand in.
+        """
         if look_first:
             self.deliver(self.book.observe(await self._seen(), self._clock()))
         ticket = Ticket(next(self._numbers), session, n, conversation)
         at_once = self.book.request(ticket, self._clock())
         if at_once:
             return at_once[0]
+        on_wait()
         future: asyncio.Future[Grant] = asyncio.get_running_loop().create_future()
         self._waiting[ticket.ticket_id] = future
         try:

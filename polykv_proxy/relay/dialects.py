@@ -62,6 +62,7 @@ class Call:
     n_choices: int = 1
     n_prompts: int = 1
     own_slot: int | None = None
+    has_media: bool = False
     incompatible: bool = False
     replace: dict[str, bytes] = field(default_factory=dict)
 
@@ -104,8 +105,9 @@ def read_call(
     own_slot = body.get("id_slot")
     if isinstance(own_slot, int) and not isinstance(own_slot, bool) and own_slot >= 0:
         call.own_slot = own_slot
+    call.has_media = _has_media(call)
     call.incompatible = (
-        body.get("cache_prompt") is False or call.own_slot is not None or bool(body.get("lora")) or _has_media(call)
+        body.get("cache_prompt") is False or call.own_slot is not None or bool(body.get("lora")) or call.has_media
     )
     if rewrite_tool_choice and dialect in (Dialect.CHAT, Dialect.RESPONSES) and _names_a_tool(body.get("tool_choice")):
         # llama-server knows only auto, none and required; an object would silently mean auto.

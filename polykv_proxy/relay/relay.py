@@ -89,7 +89,9 @@ class Relay:
     def drain(self) -> None:
         """New work and everybody in line is refused; what runs goes on."""
         self.draining = self.control.draining = True
-        self.desk.dismiss(Draining("the proxy is shutting down"))
+        error = Draining("the proxy is shutting down")
+        self.desk.dismiss(error)
+        self.control.room.dismiss(error)
 
     async def close(self) -> None:
         if self._looking is not None:

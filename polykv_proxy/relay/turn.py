@@ -1,7 +1,7 @@
 """One attachable request on its way: session, pool, slot, engine, and back.
 
-    decide who and what   session by name, by agent headers or recognised; attach by control
-    wait for a slot       first come first served; the session's own first
+    decide who and what   session by name, by agent headers or recognised; pool and cells by control
+    wait for a slot       first come first served; the session's own first. Who had to wait is decided anew
     send                  the rewritten bytes, once
     relay                 every byte when it comes; our object goes into the last one that can carry it
     settle                books of pool and session, from what the reply said about itself
@@ -107,12 +107,14 @@ class TurnRelay:
 
     async def _decide(self, session: Session) -> None:
         call, receipt = self._call, self._receipt
-        if call.incompatible:
-            receipt.miss_reason = "incompatible"
+        if call.has_media:
+            receipt.miss_reason = "incompatible"  # and nobody knows how many cells it will take
             return
-        fields = call.fields
-        if not call.explicit and not len(self._control.tree):
-            return  # no pools, nothing to decide
+        fields, attach = call.fields, self._control.attach
+        if not (call.explicit or call.incompatible or len(self._control.tree)) and attach.admission.lets_in(
+            len(call.raw), session.session_id
+        ):
+            return
         plan = self._plan = await self._control.decide_attach(
             AttachRequest(
                 path=call.path,
@@ -123,6 +125,8 @@ class TurnRelay:
                 session=session.session_id,
                 explicit=call.explicit,
                 strict=fields.strict,
+                shareable=not call.incompatible,
+                takes_a_slot=call.own_slot is None,
             )
         )
         receipt.pool_id, receipt.miss_reason = plan.pool_id, plan.miss_reason
@@ -138,11 +142,13 @@ class TurnRelay:
             return None
         n = call.n_finals if call.n_choices <= n_slots else 1  # more choices than slots: the engine refuses it
         waited_s = self._clock()
-        grant = await self._desk.acquire(session.session_id, min(n, n_slots), said, look_first=look_first)
+        grant = await self._desk.acquire(
+            session.session_id, min(n, n_slots), said, look_first=look_first, on_wait=self._control.room.put_off
+        )
         self._receipt.hold_ms = round((self._clock() - waited_s) * 1e3)
         for other in grant.displaced:
             self._books.displaced(other)
-        if self._receipt.hold_ms >= STALE_MS:
+        if self._receipt.hold_ms >= STALE_MS or self._control.room.is_put_off():
             try:
                 await self._decide(session)
             except BaseException:
@@ -323,9 +329,12 @@ class TurnRelay:
             usage.tps = rate_in(stats, self._slot_id, usage)
 
     def _settle(self, usage: Usage) -> None:
-        if self._plan is None or self._settled:
+        if self._settled:
             return
         self._settled = True
+        if self._plan is None:
+            self._control.room.settled()
+            return
         self._receipt.miss_reason = self._control.settle(self._plan, self._outcome(usage))
 
     def _outcome(self, usage: Usage) -> Outcome:

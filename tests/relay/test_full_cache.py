@@ -1,0 +1,220 @@
+"""A full cache as clients see it: room is made for requests without a pool too, or they wait, or they are told."""
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+
+from polykv_proxy.control import CreatePool, Source
+from tests.fake_engine import FakeEngine, Hold
+from tests.relay.conftest import Proxy, ProxyMaker
+from tests.relay.raw import until
+
+PATH = "/completion"
+RENDER = "/polykv/engine/render"
+IMAGE = {"prompt_string": "look", "multimodal_data": ["aGVsbG8="]}
+INCOMPATIBLE = [{"cache_prompt": False}, {"lora": [{"id": 0, "scale": 0.5}]}, {"id_slot": 1}]
+
+
+@pytest.fixture
+async def engine():
+    async with FakeEngine(n_cells=1000) as engine:
+        yield engine
+
+
+def ask(proxy: Proxy, prompt: Any, n_predict: int = 4, **fields: Any) -> "asyncio.Task[httpx.Response]":
+    body = {"prompt": prompt, "n_predict": n_predict, **fields}
+    return asyncio.create_task(proxy.client.post(PATH, json=body))
+
+
+async def held(
+    engine: FakeEngine, proxy: Proxy, prompt: Any, **fields: Any
+) -> "tuple[Hold, asyncio.Task[httpx.Response]]":
+    """A request that the engine has, and keeps."""
+    hold = Hold()
+    engine.on(PATH, "prefill", hold)
+    task = ask(proxy, prompt, **fields)
+    await hold.reached()
+    return hold, task
+
+
+def residency(proxy: Proxy) -> dict[str | None, str]:
+    return {pool.name: pool.residency for pool in proxy.control.tree}
+
+
+# Enough room ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fields", [{}, *INCOMPATIBLE])
+async def test_a_roomy_cache_is_not_asked_and_nothing_is_rendered(
+    make_proxy: ProxyMaker, fields: dict[str, Any]
+) -> None:
+    async with FakeEngine() as engine, make_proxy(engine.url) as proxy:
+        if fields:
+            await proxy.pool(tokens=[1] * 300)
+        before = len(engine.received)
+        for i in range(8):
+            assert (await ask(proxy, f"{i} " * 800, **fields)).status_code == 200
+        asked = [r.path for r in engine.received[before:] if not r.path.endswith("/stats")]
+        assert asked == [PATH] * 8
+        n_beats = len(engine.requests("/polykv/engine/stats"))
+        assert n_beats <= before + 3  # the heartbeat's own
+        assert proxy.control.room._promises == {}
+
+
+# Evicting ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fields", INCOMPATIBLE)
+async def test_unused_pools_leave_for_a_request_that_gets_none(
+    engine: FakeEngine, proxy: Proxy, fields: dict[str, Any]
+) -> None:
+    await proxy.pool(tokens=[1] * 300, name="old")
+    await proxy.pool(tokens=[2] * 300, name="new")
+    answer = await ask(proxy, "x" * 600, **fields)
+    assert (answer.status_code, answer.json().get("tokens_predicted")) == (200, 4), answer.text
+    assert residency(proxy) == {"old": "cold", "new": "resident"}
+    (received,) = engine.requests(PATH)
+    assert received.body.startswith(answer.request.content[:-1])
+
+
+async def test_media_take_cells_that_nobody_can_count(engine: FakeEngine, proxy: Proxy) -> None:
+    await proxy.pool(tokens=[1] * 900, name="stays")
+    assert (await ask(proxy, IMAGE)).status_code == 200
+    assert residency(proxy) == {"stays": "resident"}
+    assert engine.requests(RENDER) == []
+
+
+# Waiting -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_big_requests_at_once_wait_and_all_get_whole_answers(
+    engine: FakeEngine, proxy: Proxy, stream: bool
+) -> None:
+    """No pool was ever made. Two of them fit, with little to spare."""
+    engine.token_s = 0.002
+    answers = await asyncio.gather(*(ask(proxy, f"{i}" * 450, 16, stream=stream) for i in range(8)))
+    assert [answer.status_code for answer in answers] == [200] * 8
+    assert all('"tokens_predicted":16' in answer.text.replace(" ", "") for answer in answers)
+    assert proxy.at_rest() == dict.fromkeys(proxy.at_rest(), 0)
+
+
+async def test_who_fits_only_without_an_answer_waits_for_those_at_work(engine: FakeEngine, proxy: Proxy) -> None:
+    """Two prompts of 490 fit into 1,000 cells; one of their answers would be cut short."""
+    engine.token_s = 0.002
+    answers = await asyncio.gather(*(ask(proxy, f"{i}" * 490, 30) for i in range(2)))
+    assert [answer.json()["tokens_predicted"] for answer in answers] == [30, 30]
+
+
+async def test_who_leaves_its_answer_no_room_goes_when_it_is_alone(engine: FakeEngine, proxy: Proxy) -> None:
+    answer = await ask(proxy, "x" * 990, 30)
+    assert (answer.status_code, answer.json()["tokens_predicted"]) == (200, 10)
+
+
+async def test_nobody_overtakes_who_waits(engine: FakeEngine, proxy: Proxy) -> None:
+    hold, running = await held(engine, proxy, "r" * 700)
+    big = ask(proxy, "b" * 600)
+    await until(lambda: proxy.control.room.has_line)
+    small = ask(proxy, "s" * 100)  # would fit beside the running one
+    await asyncio.sleep(0.1)
+    assert len(engine.requests(PATH)) == 1
+    hold.release()
+    assert [(await task).status_code for task in (running, big, small)] == [200] * 3
+    assert [r.json()["prompt"][0] for r in engine.requests(PATH)] == ["r", "b", "s"]
+
+
+async def test_who_waits_for_a_slot_keeps_no_cells_from_those_who_have_one(make_proxy: ProxyMaker) -> None:
+    """The one that waited for cells first finds both slots taken by two that wait for the cells it was promised."""
+    async with FakeEngine(n_cells=1000, n_slots=2) as engine, make_proxy(engine.url) as proxy:
+        hold, running = await held(engine, proxy, "r" * 600)
+        first = ask(proxy, "a" * 510)
+        await until(lambda: proxy.control.room.has_line)
+        look, looking = await held(engine, proxy, IMAGE)
+        others = [ask(proxy, letter * 510) for letter in "bc"]
+        await until(lambda: proxy.control.slots.n_waiting == 2)
+        look.release()
+        await looking
+        hold.release()
+        answers = await asyncio.wait_for(asyncio.gather(running, first, *others), 10)
+        assert [answer.status_code for answer in answers] == [200] * 4
+
+
+async def test_a_client_that_waits_for_cells_may_leave(engine: FakeEngine, proxy: Proxy) -> None:
+    hold, running = await held(engine, proxy, "r" * 700)
+    gone = ask(proxy, "g" * 600)
+    await until(lambda: proxy.control.room.has_line)
+    gone.cancel()
+    await until(lambda: not proxy.control.room.has_line)
+    hold.release()
+    assert (await running).status_code == 200
+    assert len(engine.requests(PATH)) == 1
+    assert proxy.at_rest() == dict.fromkeys(proxy.at_rest(), 0)
+
+
+async def test_of_a_list_of_prompts_those_count_that_run_at_once(make_proxy: ProxyMaker) -> None:
+    async with FakeEngine(n_cells=1000, n_slots=2) as engine, make_proxy(engine.url) as proxy:
+        answer = await ask(proxy, [f"{i}" * 300 for i in range(6)])
+        assert (answer.status_code, len(answer.json())) == (200, 6)
+
+
+# Refused -------------------------------------------------------------------------------------------------------------
+
+
+async def test_what_can_never_fit_gets_the_engines_own_context_error(engine: FakeEngine, proxy: Proxy) -> None:
+    hold, running = await held(engine, proxy, "r" * 700)
+    answer = await ask(proxy, "x" * 1000)
+    error = {"code": 400, "type": "exceed_context_size_error", "n_prompt_tokens": 1000, "n_ctx": 1000}
+    assert answer.status_code == 400
+    assert answer.json()["error"].items() >= error.items()
+    hold.release()
+    assert (await running).status_code == 200
+
+
+@pytest.mark.parametrize("fields", [{}, {"cache_prompt": False}, {"stream": True}])
+async def test_when_nothing_can_come_free_it_is_told_at_once(
+    engine: FakeEngine, proxy: Proxy, fields: dict[str, Any]
+) -> None:
+    await proxy.control.create_pool(CreatePool(source=Source(tokens=[1] * 500), pin=True))
+    answer = await ask(proxy, "x" * 600, **fields)
+    assert answer.status_code == 503
+    assert answer.headers["retry-after"] == "1"
+    assert answer.json()["error"]["code"] == "kv_exhausted"
+    assert answer.json()["error"]["cells_missing"] == 600 + 1 - 500
+    assert engine.requests(PATH) == []
+
+
+async def test_the_wait_ends_with_503(engine: FakeEngine, proxy: Proxy) -> None:
+    proxy.control.room.max_wait_s = 0.2
+    hold, running = await held(engine, proxy, "r" * 700)
+    answer = await ask(proxy, "x" * 600)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "kv_exhausted")
+    assert answer.headers["retry-after"] == "1"
+    hold.release()
+    assert (await running).status_code == 200
+    assert (await ask(proxy, "x" * 600)).status_code == 200
+
+
+async def test_who_waits_for_cells_when_the_proxy_stops_is_told(engine: FakeEngine, proxy: Proxy) -> None:
+    hold, running = await held(engine, proxy, "r" * 700)
+    waiting = ask(proxy, "x" * 600)
+    await until(lambda: proxy.control.room.has_line)
+    proxy.relay.drain()
+    answer = await waiting
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "draining")
+    hold.release()
+    assert (await running).status_code == 200
+
+
+async def test_explicit_mode_passes_the_engines_own_refusal(engine: FakeEngine, explicit: Proxy) -> None:
+    """Nothing is evicted, awaited or worded for a request that nobody asked us to touch."""
+    await explicit.pool(tokens=[1] * 500, name="unused")
+    sent = {"prompt": "x" * 600, "n_predict": 4}
+    direct, relayed = [await explicit.client.post(url + PATH, json=sent) for url in (engine.url, "")]
+    assert (relayed.status_code, relayed.content) == (direct.status_code, direct.content)
+    assert relayed.json()["error"]["code"] == 503
+    assert residency(explicit) == {"unused": "resident"}
+    touched = await explicit.client.post(PATH, json=sent | {"session_id": "s"})
+    assert touched.status_code == 200
+    assert residency(explicit) == {"unused": "cold"}
