@@ -2,8 +2,8 @@
 
     keys      data keys open the data plane; the admin key opens everything. Without an admin key, data keys open the
               control plane too. Compared in constant time, against all of them.
-    loopback  without any key at all, the control plane answers only peers on this machine that come directly: a request
-              that a reverse proxy forwarded is not from this machine.
+    loopback  without any key at all, the control plane answers only peers on this machine that come directly, whichever
+              of the proxy's addresses they come to: a request that a reverse proxy forwarded is not from this machine.
     pages     and of those only what is addressed to this machine by name: a foreign ``Host`` (DNS rebinding; in an
               absolute target its authority, which counts instead) or ``Origin`` (a page in a browser) is refused.
 
