@@ -116,6 +116,13 @@ class PinBudget(RequestError):
     code = "pin_budget"
 
 
+class WarmUnavailable(RequestError):
+    """Nothing keeps saved state of pools."""
+
+    status = 501
+    code = "warm_unavailable"
+
+
 class SessionNotResident(RequestError):
     status = 409
     code = "session_not_resident"

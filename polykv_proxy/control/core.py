@@ -16,10 +16,12 @@ from polykv_proxy.config import Settings
 from polykv_proxy.control.attach import Attacher
 from polykv_proxy.control.compare import Comparer
 from polykv_proxy.control.dry_run import DryRun
+from polykv_proxy.control.keeping import Keeping
 from polykv_proxy.control.lease import TTL_S, Lease
 from polykv_proxy.control.orders import AttachPlan, AttachRequest, CreatePool, ForkPool, Outcome
 from polykv_proxy.control.pools import PoolWork
 from polykv_proxy.control.residency import Residency
+from polykv_proxy.control.retention import Retention
 from polykv_proxy.control.room import Room
 from polykv_proxy.control.snapshots import Snapshots
 from polykv_proxy.control.views import Views
@@ -71,6 +73,13 @@ class Control:
             heartbeat_s=heartbeat_s,
         )
         self.room = Room(tree=self.tree, sessions=self.sessions, slots=self.slots, watch=self.watch, clock=clock)
+        self.retention = self.room.retention = Retention(
+            tree=self.tree,
+            watch=self.watch,
+            clock=clock,
+            grace_ttl_s=settings.grace_ttl_s,
+            pin_max_fraction=settings.pin_max_fraction,
+        )
         self.residency = Residency(self.tree, self.engine, self.watch, self.room, lambda: self.lease.held)
         self.lease = Lease(self.engine, on_lost=self.residency.lease_lost, ttl_s=lease_ttl_s)
         self.comparer = Comparer(
@@ -96,19 +105,37 @@ class Control:
             may_change=lambda: self.owns_engine,
             clock=clock,
         )
-        self.views = Views(self.tree, self.sessions, self.watch, clock, taken_by=lambda: self.lease.taken_by)
+        self.views = Views(
+            self.tree,
+            self.sessions,
+            self.watch,
+            clock,
+            ledger=self.residency.ledger,
+            in_use=self.room.in_use,
+            grace_end_s=self.retention.grace_end_s,
+            taken_by=lambda: self.lease.taken_by,
+        )
         self.pools = PoolWork(
             tree=self.tree,
             sessions=self.sessions,
             engine=self.engine,
             watch=self.watch,
             residency=self.residency,
+            retention=self.retention,
             snapshots=Snapshots(self.residency, self.sessions, self.slots),
             views=self.views,
             require_sharing=self._require_sharing,
             tree_changed=self.comparer.forget_deepest,
             learn_pool=self.comparer.learn_pool,
             clock=clock,
+        )
+        self.keeping = Keeping(
+            tree=self.tree,
+            residency=self.residency,
+            room=self.room,
+            retention=self.retention,
+            views=self.views,
+            require_sharing=self._require_sharing,
         )
         self._working: set[asyncio.Task[Any]] = set()
 
@@ -226,6 +253,27 @@ class Control:
         pool_id = self.tree.get(ref).pool_id
         return await self._in_own_task(self.pools.release(pool_id, recursive=recursive))
 
+    async def pin_pool(self, ref: int | str) -> dict[str, Any]:
+        """Keep a pool resident under pressure. See ``keeping``."""
+        self._require_open()
+        await self._require_patched()
+        return await self._in_own_task(self.keeping.pin(self.tree.get(ref).pool_id))
+
+    async def unpin_pool(self, ref: int | str) -> dict[str, Any]:
+        """Raises PoolNotFound (404), EngineUnpatched (501)."""
+        await self._require_patched()
+        return self.keeping.unpin(self.tree.get(ref).pool_id)
+
+    async def evict_pool(self, ref: int | str, to: str | None) -> dict[str, Any]:
+        """Drop a pool's KV and keep the pool. See ``keeping``."""
+        await self._require_patched()
+        return await self._in_own_task(self.keeping.evict(self.tree.get(ref).pool_id, to))
+
+    async def flush_pool(self, ref: int | str) -> dict[str, Any]:
+        """Evict what nobody needs of a subtree. See ``keeping``."""
+        await self._require_patched()
+        return await self._in_own_task(self.keeping.flush(self.tree.get(ref).pool_id))
+
     async def _pool_of_slot(self, slot_id: SlotId, prompts: list[Tokens]) -> Pool | None:
         return await self._in_own_task(self.pools.of_slot(slot_id, prompts))
 
@@ -282,6 +330,8 @@ class Control:
     async def _beat(self) -> None:
         closed = self.sessions.sweep(self.clock())
         self.slots.forget(closed)
+        self.retention.touch(self.room.in_use())
+        self.residency.ledger.sync()
         try:
             await self.lease.renew_when_due()
         except EngineOwned as e:

@@ -11,6 +11,7 @@ from typing import Any
 
 from polykv_proxy.control.orders import CreatePool, ForkPool, Source
 from polykv_proxy.control.residency import Residency
+from polykv_proxy.control.retention import Retention
 from polykv_proxy.control.snapshots import Snapshots
 from polykv_proxy.control.sources import CHAT, fetch_tokens
 from polykv_proxy.control.views import Views, pool_answer
@@ -38,6 +39,7 @@ class PoolWork:
         engine: EngineClient,
         watch: EngineWatch,
         residency: Residency,
+        retention: Retention,
         snapshots: Snapshots,
         views: Views,
         require_sharing: Callable[[], Awaitable[None]],
@@ -46,7 +48,8 @@ class PoolWork:
         clock: Callable[[], float],
     ):
         self._tree, self._sessions, self._engine, self._watch = tree, sessions, engine, watch
-        self._residency, self._snapshots, self._views, self._clock = residency, snapshots, views, clock
+        self._residency, self._retention, self._snapshots = residency, retention, snapshots
+        self._views, self._clock = views, clock
         self._require_sharing, self._tree_changed, self._learn_pool = require_sharing, tree_changed, learn_pool
         self._of_slot: dict[SlotId, PoolId] = {}
 
@@ -58,7 +61,7 @@ class PoolWork:
             tokens = self._in_vocabulary(await fetch_tokens(self._engine, order.source), order.source)
             plan = self._tree.plan_root(tokens, name=order.name)
         began_s = self._clock()
-        with self._dropped_on_failure(plan):
+        with self._dropped_on_failure(plan), self._retention.pinning(plan, order.pin):
             made, _ = await self._residency.materialize(tokens, None, 0, plan.pool_id)
         return await self._commit(plan, made, order, None, began_s)
 
@@ -76,7 +79,11 @@ class PoolWork:
                 tokens = self._in_vocabulary(await fetch_tokens(self._engine, source), source)
                 plan = self._tree.plan_fork(parent.pool_id, tokens, branch_pos=order.branch_pos, name=order.name)
         began_s = self._clock()
-        with self._dropped_on_failure(plan), self._residency.using(parent):
+        with (
+            self._dropped_on_failure(plan),
+            self._retention.pinning(plan, order.pin),
+            self._residency.using(parent),
+        ):
             if self._residency.held(parent) is not None or self._residency.n_free() > 1:
                 await self._residency.ensure(parent)
             # Else the child takes the last sequence and holds the parent's range as well.
@@ -144,24 +151,25 @@ class PoolWork:
     async def release(self, pool_id: PoolId, *, recursive: bool) -> dict[str, Any]:
         with contextlib.suppress(UpstreamError):
             await self._watch.refresh()  # what the sessions hold; only the numbers of the answer need it
-        facts = self._views.session_facts()
-        before = self._views.accounts(facts)
+        ledger = self._residency.ledger
+        ledger.sync()
+        before = ledger.accounts()
         released = self._tree.release(pool_id, recursive=recursive)
         gone = {pool.pool_id for pool in released}
-        users = [fact for fact in facts if fact.pool_id in gone]
+        ledger.released(released)
+        after = ledger.accounts()
         seq_ids = [pool.seq_id for pool in released if pool.seq_id is not None]
         self._residency.claim(seq_ids)
         self._tree_changed()
+        users = ledger.holders_of(gone)
+        kept = self._kept(sum(after.released_cells.get(gone_id, 0) for gone_id in gone), users)
         for pool in released:
             self._sessions.released(pool.pool_id)
         used_before = self._watch.stats.cells.used if self._watch.stats and self._watch.stats.cells else None
         used_after = await self._residency.give_back_claimed(seq_ids)
-        kept = self._views.kept_by_sessions(released, users)
-        after = self._views.accounts([fact for fact in facts if fact.pool_id not in gone])
-        n_cells = before.total_cells - after.total_cells - kept["kv_cells"] - sum(u.suffix_n_tokens for u in users)
+        n_cells = before.total_cells - after.total_cells
         if used_before is not None and used_after is not None:
-            # What else holds these cells (a pool made from a session that shares them) only the engine knows.
-            n_cells = min(n_cells, max(0, used_before - used_after))
+            n_cells = min(n_cells, max(0, used_before - used_after))  # others may have taken some meanwhile
         freed = {"seq_ids": len(seq_ids), "kv_cells": n_cells, "kv_bytes": self._views.kv_bytes(n_cells)}
         if seq_ids and used_after is None:
             freed = dict.fromkeys(freed)  # the engine could not be asked; they are freed when it is back
@@ -171,12 +179,17 @@ class PoolWork:
             "freed_later": kept,
         }
 
+    def _kept(self, n_cells: int, slots: set[SlotId]) -> dict[str, Any]:
+        """Cells of released pools that stay while these slots hold them."""
+        sessions = sorted(s.session_id for s in self._sessions if s.slot_id in slots and not s.closed)
+        return {"kv_cells": n_cells, "kv_bytes": self._views.kv_bytes(n_cells), "sessions": sessions}
+
     # From what a slot holds ----------------------------------------------------------------------------------------
 
     async def _create_from_session(self, order: CreatePool, session_id: SessionId) -> dict[str, Any]:
         began_s = self._clock()
         made, tokens = await self._snapshots.of_session(session_id)
-        plan = await self._plan_or_give_back(made, lambda: self._tree.plan_root(tokens, name=order.name))
+        plan = await self._plan_or_give_back(made, lambda: self._tree.plan_root(tokens, name=order.name), order.pin)
         return await self._commit(plan, made, order, None, began_s)
 
     async def _fork_from_session(self, parent: Pool, order: ForkPool, session_id: SessionId) -> dict[str, Any]:
@@ -185,12 +198,17 @@ class PoolWork:
         plan = await self._plan_or_give_back(
             made,
             lambda: self._tree.plan_fork(parent.pool_id, tokens, branch_pos=order.branch_pos, name=order.name),
+            order.pin,
         )
         return await self._commit(plan, made, order, None, began_s)
 
-    async def _plan_or_give_back(self, made: Materialized, plan: Callable[[], PoolPlan]) -> PoolPlan:
+    async def _plan_or_give_back(
+        self, made: Materialized, make_plan: Callable[[], PoolPlan], pin: bool = False
+    ) -> PoolPlan:
         try:
-            return plan()
+            plan = make_plan()
+            with self._dropped_on_failure(plan), self._retention.pinning(plan, pin):
+                return plan
         except BaseException:
             await self._residency.give_back(SeqId(made.seq))
             raise
@@ -222,7 +240,9 @@ class PoolWork:
         if pool is None or not pool.auto or self._tree.children(pool_id) or pool_id in self._residency.in_use():
             return
         with contextlib.suppress(PoolInUse, PoolHasChildren):
+            self._residency.ledger.sync()
             released = self._tree.release(pool_id)
+            self._residency.ledger.released(released)
             seq_ids = [pool.seq_id for pool in released if pool.seq_id is not None]
             self._residency.claim(seq_ids)
             self._tree_changed()

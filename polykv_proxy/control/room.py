@@ -26,12 +26,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from polykv_proxy.control.retention import Retention
 from polykv_proxy.control.watch import EngineWatch
 from polykv_proxy.errors import InvariantError, KvExhaustedForRequest, PolyKVError
 from polykv_proxy.ids import PoolId, SessionId
 from polykv_proxy.sessions import SessionBook
 from polykv_proxy.slots import SlotBook
-from polykv_proxy.tree.eviction import choose_victim, held_cells
+from polykv_proxy.tree.eviction import held_cells, with_ancestors, with_holders
 from polykv_proxy.tree.pool import Pool
 from polykv_proxy.tree.tree import PoolTree
 from polykv_proxy.upstream import SlotStats, Stats
@@ -91,17 +92,21 @@ class Sequences(Protocol):
     def working_on(self) -> set[PoolId]:
         """Pools that an order under way needs."""
 
+    def named(self) -> set[PoolId]:
+        """Pools whose own sequence an order under way may name to the engine."""
+
     async def evict(self, pool: Pool) -> None:
         """Give its sequence back; the pool stays, cold."""
 
 
 class Room:
-    """``sequences`` is set by who holds them.
+    """``sequences`` and ``retention`` are set by who has them.
 
     A promise belongs to the task that serves the request, and ends with ``settled`` or with the task.
     """
 
     sequences: Sequences
+    retention: Retention
 
     def __init__(
         self,
@@ -274,13 +279,18 @@ class Room:
             await self.make(0, n_cells)
 
     def free_sequence_of(self) -> Pool | None:
-        """An automatic pool that nobody uses: its sequence may serve somebody who asks for one."""
-        in_use = self.in_use()
-        free = [p for p in self._tree.residents() if p.auto and not p.pin and p.pool_id not in in_use]
-        return min(free, key=lambda pool: pool.last_access_s, default=None)
+        """Whose sequence may serve somebody who asks for one: a pool that can do without, else the victim for cells."""
+        moving = {p.pool_id for _, p in self._live() if p.pool_id is not None} | self.sequences.named()
+        return self.retention.spare(moving) or self._victim()
+
+    def running(self) -> set[PoolId]:
+        """Pools of requests under way."""
+        of_turns = {s.pool_id for s in self._sessions if s.turns and s.pool_id is not None}
+        return of_turns | {p.pool_id for _, p in self._live() if p.pool_id is not None}
 
     def in_use(self, *, also_open: bool = False) -> set[PoolId]:
-        """Pools of live sessions (automatic ones: while they run), of requests and orders under way, and their holders.
+        """Pools of live sessions (automatic ones: while they run), of requests and orders under way, all above them,
+        and who holds their cells.
 
         ``also_open``: and of sessions that may come back, but did not for a while.
         """
@@ -292,8 +302,7 @@ class Room:
                 continue
             if also_open or self._sessions.is_live(session.session_id, now_s):
                 used.add(pool.pool_id)
-        holders = (self._tree.holder(pool_id) for pool_id in used if pool_id in self._tree)
-        return used | {holder.pool_id for holder in holders if holder is not None}
+        return with_holders(self._tree, with_ancestors(self._tree, used))
 
     def _live(self) -> "list[tuple[asyncio.Task[Any], _Promise]]":
         """Promises of tasks that are still at it; those of others end here."""
@@ -305,16 +314,12 @@ class Room:
     # Counting ------------------------------------------------------------------------------------------------------
 
     def _victim(self) -> Pool | None:
-        residents = self._tree.residents()
-        return choose_victim(self._tree, residents, self.in_use(also_open=True)) or choose_victim(
-            self._tree, residents, self.in_use()
-        )
+        return self.retention.victim(self.in_use(also_open=True)) or self.retention.victim(self.in_use())
 
     def n_evictable(self) -> int:
         """Cells that evicting everything that nobody uses would give."""
-        residents, in_use = self._tree.residents(), self.in_use()
-        staying = [pool for pool in residents if pool.pin or pool.pool_id in in_use]
-        return held_cells(self._tree, residents) - held_cells(self._tree, staying)
+        staying = self.retention.staying(self.in_use())
+        return held_cells(self._tree, self._tree.residents()) - held_cells(self._tree, staying)
 
     def _n_room(self, stats: Stats) -> int:
         """Cells that can be had without evicting anything, after all that was promised."""
@@ -356,8 +361,8 @@ class Room:
         if not others and all(slot.idle for slot in stats.slots):
             return False
         now_s = self._clock()
-        of_sessions = {s.pool_id for s in self._sessions if self._sessions.is_live(s.session_id, now_s)}
-        stay = [pool for pool in self._tree.residents() if pool.pin or pool.pool_id in of_sessions]
+        live = {s.pool_id for s in self._sessions if s.pool_id and self._sessions.is_live(s.session_id, now_s)}
+        stay = self.retention.staying(with_ancestors(self._tree, live))
         return stats.cells.total - held_cells(self._tree, stay) >= n_cells
 
     def _exhausted(self, n_cells: int) -> KvExhaustedForRequest:

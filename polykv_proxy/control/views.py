@@ -1,21 +1,22 @@
 """Questions about the state, answered as JSON. They change nothing and log nothing.
 
-Cells of sessions come from the engine's stats of their slots; what a slot shares with a pool is the pool's, the rest
-is the session's. Ask ``Control.refresh`` first: views only read.
+Who holds which cells is in the ledger: what a slot holds of pools is theirs, the rest is its session's. Ask
+``Control.refresh`` first: views only read.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from typing import Any
 
+from polykv_proxy.control.ledger import Ledger
 from polykv_proxy.control.watch import EngineWatch
 from polykv_proxy.errors import SessionNotFound
-from polykv_proxy.ids import PoolId, SessionId
+from polykv_proxy.ids import PoolId, SessionId, SlotId
 from polykv_proxy.sessions import Session, SessionBook
-from polykv_proxy.tree.accounting import Accounts, account, kv_bytes
+from polykv_proxy.tree.accounting import kv_bytes
 from polykv_proxy.tree.pool import Pool
 from polykv_proxy.tree.tree import PoolTree
-from polykv_proxy.tree.view import EngineFacts, SessionFacts, pools_view
+from polykv_proxy.tree.view import EngineFacts, RetentionFacts, SessionFacts, pools_view
 from polykv_proxy.upstream import SlotStats
 
 
@@ -43,10 +44,13 @@ class Views:
         watch: EngineWatch,
         clock: Callable[[], float],
         *,
+        ledger: Ledger,
+        in_use: Callable[[], Collection[PoolId]],
+        grace_end_s: Callable[[Pool], float],
         taken_by: Callable[[], str | None],
     ):
         self._tree, self._sessions, self._watch, self._clock = tree, sessions, watch, clock
-        self._taken_by = taken_by
+        self._ledger, self._in_use, self._grace_end_s, self._taken_by = ledger, in_use, grace_end_s, taken_by
         # Taken once: the time of one thing must not differ between two answers.
         self._unix_offset_s = time.time() - clock()
 
@@ -68,9 +72,19 @@ class Views:
             kv_cells_used=cells.used if cells is not None else None,
             kv_cells_total=cells.total if cells is not None else None,
         )
-        return pools_view(self._tree, self.session_facts(), facts, top=top, unix_offset_s=self._unix_offset_s)
+        return pools_view(
+            self._tree,
+            self.session_facts(),
+            facts,
+            accounts=self._ledger.accounts(),
+            gone=self._ledger.gone(),
+            retention=RetentionFacts(in_use=self._in_use(), grace_end_s=self._grace_end_s),
+            top=top,
+            unix_offset_s=self._unix_offset_s,
+        )
 
     def sessions(self) -> dict[str, Any]:
+        self._ledger.sync()
         return {"sessions": [self._session(session) for session in self._sessions if not session.closed]}
 
     def session(self, session_id: SessionId) -> dict[str, Any]:
@@ -81,6 +95,7 @@ class Views:
         session = self._sessions.get(session_id)
         if session is None:
             raise SessionNotFound(f"no session {str(session_id)[:64]!r}")
+        self._ledger.sync()
         return self._session(session)
 
     def health(self) -> tuple[bool, dict[str, Any]]:
@@ -109,22 +124,20 @@ class Views:
     # Cells ---------------------------------------------------------------------------------------------------------
 
     def session_facts(self) -> list[SessionFacts]:
-        """What every open session holds, by the stats of its slot."""
+        """What every open session holds, by the ledger of its slot."""
+        self._ledger.sync()
         facts = []
         for session in self._sessions:
             if session.closed:
                 continue
             slot = self._slot_of(session)
-            pool = self._tree.find(session.pool_id) if session.pool_id is not None else None
-            shared = slot.n_pool_shared if slot is not None else 0
-            # A slot may share more than its session's pool has: what an earlier attach left there is another pool's.
-            of_pool = shared if pool is None else min(shared, pool.prefix_len)
+            of_pools, own = self._ledger.holds(SlotId(slot.id)) if slot is not None else (0, 0)
             facts.append(
                 SessionFacts(
                     session_id=session.session_id,
                     pool_id=session.pool_id,
-                    pool_n_tokens=of_pool,
-                    suffix_n_tokens=max(0, slot.n_tokens - shared) if slot is not None else 0,
+                    pool_n_tokens=of_pools,
+                    suffix_n_tokens=own,
                     tps_ewma=self._tps(session, slot),
                     ttft_ms=session.ttft_ms,
                     state=session.state,
@@ -132,29 +145,9 @@ class Views:
             )
         return facts
 
-    def accounts(self, facts: Sequence[SessionFacts]) -> Accounts:
-        return account(list(self._tree), facts)
-
     def kv_bytes(self, n_cells: int | None) -> int | None:
         stats = self._watch.stats
         return kv_bytes(n_cells, stats.kv_bytes_per_token if stats is not None else None)
-
-    def kept_by_sessions(self, released: Sequence[Pool], users: Sequence[SessionFacts]) -> dict[str, Any]:
-        """Cells of pools just released (leaves first) that stay while these sessions' slots hold them."""
-        held: dict[PoolId, int] = {}
-        for user in users:
-            if user.pool_id is not None:
-                held[user.pool_id] = max(held.get(user.pool_id, 0), user.pool_n_tokens)
-        n_cells = 0
-        for pool in released:
-            reach = held.get(pool.pool_id, 0)
-            n_cells += max(0, reach - pool.branch_pos)
-            held[pool.parent] = max(held.get(pool.parent, 0), min(reach, pool.branch_pos))
-        return {
-            "kv_cells": n_cells,
-            "kv_bytes": self.kv_bytes(n_cells),
-            "sessions": sorted(user.session_id for user in users if user.pool_n_tokens),
-        }
 
     # ---------------------------------------------------------------------------------------------------------------
 
@@ -172,6 +165,7 @@ class Views:
         slot = self._slot_of(session)
         total = self._watch.stats.n_ctx_slot if self._watch.stats is not None else None
         used = session.ctx_used
+        holds = self._ledger.holds(SlotId(slot.id)) if slot is not None else None
         return {
             "session_id": session.session_id,
             "named": session.named,
@@ -182,7 +176,9 @@ class Views:
             "n_turns": session.n_turns,
             "n_running": len(session.turns),
             "n_decoded": session.n_decoded,
-            "prefix_n_tokens": slot.n_pool_shared if slot is not None else None,
+            "prefix_n_tokens": holds[0] if holds is not None else None,
+            "suffix_n_tokens": holds[1] if holds is not None else None,
+            "marginal_kv_bytes": self.kv_bytes(holds[1]) if holds is not None else None,
             "tps_ewma": self._tps(session, slot),
             "ttft_ms": session.ttft_ms,
             "ctx_used": used,

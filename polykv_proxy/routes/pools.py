@@ -1,11 +1,11 @@
-"""``/polykv/pools``: create, fork, show, release."""
+"""``/polykv/pools``: create, fork, show, keep or let go, release."""
 
 from collections.abc import Callable
 
 from aiohttp import web
 
 from polykv_proxy.control import Control, CreatePool, ForkPool
-from polykv_proxy.errors import UpstreamLoading, UpstreamTimeout, UpstreamUnavailable
+from polykv_proxy.errors import RequestError, UpstreamLoading, UpstreamTimeout, UpstreamUnavailable
 from polykv_proxy.routes.answers import Handler, answering, json_answer
 from polykv_proxy.routes.body import CreateBody, ForkBody, query_flag, read_body
 
@@ -42,6 +42,21 @@ def pool_routes(control: Control) -> list[web.RouteDef]:
         recursive = query_flag(request, "recursive")
         return json_answer(await control.release_pool(request.match_info["ref"], recursive=recursive))
 
+    async def pin(request: web.Request) -> web.Response:
+        return json_answer(await control.pin_pool(request.match_info["ref"]))
+
+    async def unpin(request: web.Request) -> web.Response:
+        return json_answer(await control.unpin_pool(request.match_info["ref"]))
+
+    async def evict(request: web.Request) -> web.Response:
+        to = request.query.get("to")
+        if to not in (None, "warm", "cold"):
+            raise RequestError("to must be warm or cold", param="to")
+        return json_answer(await control.evict_pool(request.match_info["ref"], to))
+
+    async def flush(request: web.Request) -> web.Response:
+        return json_answer(await control.flush_pool(request.match_info["ref"]))
+
     def on(method: Callable[..., web.RouteDef], path: str, handler: Handler) -> web.RouteDef:
         return method(path, answering(handler))
 
@@ -51,6 +66,10 @@ def pool_routes(control: Control) -> list[web.RouteDef]:
         on(web.post, "/polykv/pools/{ref}/fork", fork),
         on(web.get, "/polykv/pools/{ref}", show_one),
         on(web.delete, "/polykv/pools/{ref}", release),
+        on(web.post, "/polykv/pools/{ref}/pin", pin),
+        on(web.post, "/polykv/pools/{ref}/unpin", unpin),
+        on(web.post, "/polykv/pools/{ref}/evict", evict),
+        on(web.post, "/polykv/pools/{ref}/flush", flush),
     ]
 
 

@@ -48,6 +48,7 @@ class Pool:
     auto: bool = False
     created_s: float = 0.0
     last_access_s: float = 0.0
+    used_s: float = 0.0
     n_queries: int = 0
     n_hits: int = 0
     seq_id: SeqId | None = None
@@ -65,6 +66,11 @@ class Pool:
     @property
     def own_n_tokens(self) -> int:
         return self.prefix_len - self.branch_pos
+
+    @property
+    def last_use_s(self) -> float:
+        """When it was last asked for, or last seen in use (by a session on it, or on a pool below it)."""
+        return max(self.last_access_s, self.used_s)
 
     @property
     def label(self) -> str:

@@ -6,12 +6,12 @@ Source:  design §4.2; unknown is ``null``, never 0
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from polykv_proxy.ids import PoolId
-from polykv_proxy.tree.accounting import Accounts, SessionCells, account, kv_bytes
+from polykv_proxy.tree.accounting import Accounts, Gone, SessionCells, kv_bytes, subtree_cells
 from polykv_proxy.tree.pool import Pool
 from polykv_proxy.tree.tree import PoolTree
 
@@ -40,11 +40,22 @@ class EngineFacts:
     kv_cells_total: int | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetentionFacts:
+    """``in_use``: pools with somebody on them or below. ``grace_end_s``: of a pool that nobody uses."""
+
+    in_use: Collection[PoolId] = ()
+    grace_end_s: Callable[[Pool], float] | None = None
+
+
 def pools_view(
     tree: PoolTree,
     sessions: Iterable[SessionFacts],
     engine: EngineFacts,
     *,
+    accounts: Accounts | None = None,
+    gone: Mapping[PoolId, Gone] | None = None,
+    retention: RetentionFacts | None = None,
     top: PoolId | None = None,
     unix_offset_s: float = 0.0,
 ) -> dict[str, Any]:
@@ -52,22 +63,29 @@ def pools_view(
 
     Units:   unix_offset_s: Unix time minus the clock of the pools' *_s
     """
+    accounts, retention = accounts or Accounts(), retention or RetentionFacts()
     pools: Sequence[Pool] = list(tree) if top is None else tree.subtree(top)
     of_pool: dict[PoolId | None, list[SessionFacts]] = defaultdict(list)
-    shown = {pool.pool_id for pool in pools}
-    counted = [session for session in sessions if top is None or session.pool_id in shown]
-    for session in counted:
-        of_pool[session.pool_id].append(session)
-    accounts = account(pools, counted)
+    of_sessions: dict[PoolId, int] = defaultdict(int)
+    for session in sessions:
+        pool_id = session.pool_id if session.pool_id in tree else None
+        of_pool[pool_id].append(session)
+        if pool_id is not None:
+            of_sessions[pool_id] += session.suffix_n_tokens
+    subtree = subtree_cells(pools, accounts.own_cells, of_sessions)
     base_depth = 0 if top is None else tree.get(top).depth
-    return {
+    bytes_per_token = engine.bytes_per_token
+    view = {
         "pools": [
             _pool_json(
                 pool,
+                tree.holder(pool.pool_id),
                 [child.pool_id for child in tree.children(pool.pool_id)],
                 of_pool.get(pool.pool_id, []),
-                accounts=accounts,
+                own_cells=accounts.own_cells.get(pool.pool_id, 0) if engine.answers else None,
+                subtree_cells=subtree[pool.pool_id] if engine.answers else None,
                 engine=engine,
+                retention=retention,
                 unix_offset_s=unix_offset_s,
             )
             for pool in pools
@@ -77,22 +95,40 @@ def pools_view(
         "seq_ids_max": engine.seq_ids_max,
         "kv_cells_used": engine.kv_cells_used,
         "kv_cells_total": engine.kv_cells_total,
-        "kv_bytes_per_token": engine.bytes_per_token,
+        "kv_bytes_per_token": bytes_per_token,
+    }
+    if top is not None:
+        return view
+    # What else holds cells, so that the whole adds up.
+    n_unpooled = sum(accounts.slot_cells.values()) - sum(of_sessions.values()) if engine.answers else None
+    return view | {
+        "released": _released_json(accounts, gone or {}, bytes_per_token) if engine.answers else None,
+        "unpooled": {
+            "kv_cells": n_unpooled,
+            "kv_bytes": kv_bytes(n_unpooled, bytes_per_token),
+            "sessions": [_session_json(session, bytes_per_token) for session in of_pool.get(None, [])],
+        },
     }
 
 
 def _pool_json(
     pool: Pool,
+    holder: Pool | None,
     children: Sequence[PoolId],
     sessions: Sequence[SessionFacts],
     *,
-    accounts: Accounts,
+    own_cells: int | None,
+    subtree_cells: int | None,
     engine: EngineFacts,
+    retention: RetentionFacts,
     unix_offset_s: float,
 ) -> dict[str, Any]:
-    own_cells = accounts.own_cells[pool.pool_id] if engine.answers else None
-    subtree_cells = accounts.subtree_cells[pool.pool_id] if engine.answers else None
     bytes_per_token = engine.bytes_per_token
+    in_use = pool.pool_id in retention.in_use
+    expires = holder is not None and engine.answers and not pool.pin and not in_use
+    end_s = retention.grace_end_s(pool) if expires and retention.grace_end_s is not None else None
+    # All of it in another's sequence is as good as in one of its own.
+    residency = "resident" if holder is not None else pool.residency
     return {
         "pool_id": pool.pool_id,
         "name": pool.name,
@@ -100,12 +136,14 @@ def _pool_json(
         "branch_pos": pool.branch_pos,
         "prefix_len": pool.prefix_len,
         "own_n_tokens": pool.own_n_tokens,
-        "residency": pool.residency if engine.answers else None,
-        "seq_id": pool.seq_id if engine.answers else None,
+        "residency": residency if engine.answers else None,
+        "seq_id": holder.seq_id if holder is not None and engine.answers else None,
         "pinned": pool.pin,
         "orphaned_pin": pool.pin and not children and not sessions,
+        "in_use": in_use,
         "auto": pool.auto,
         "ttl_s": pool.ttl_s,
+        "expires_ts": end_s + unix_offset_s if end_s is not None else None,
         "created_ts": pool.created_s + unix_offset_s,
         "last_access_ts": pool.last_access_s + unix_offset_s,
         "queries": pool.n_queries,
@@ -118,6 +156,23 @@ def _pool_json(
         "children": list(children),
         "sessions": [_session_json(session, bytes_per_token) for session in sessions],
     }
+
+
+def _released_json(
+    accounts: Accounts, gone: Mapping[PoolId, Gone], bytes_per_token: float | None
+) -> list[dict[str, Any]]:
+    return [
+        {
+            "pool_id": pool_id,
+            "name": gone[pool_id].name,
+            "parent": gone[pool_id].parent,
+            "branch_pos": gone[pool_id].branch_pos,
+            "prefix_len": gone[pool_id].prefix_len,
+            "own_kv_cells": n_cells,
+            "own_kv_bytes": kv_bytes(n_cells, bytes_per_token),
+        }
+        for pool_id, n_cells in sorted(accounts.released_cells.items())
+    ]
 
 
 def _session_json(session: SessionFacts, bytes_per_token: float | None) -> dict[str, Any]:

@@ -13,11 +13,13 @@ from typing import Any, Self
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from polykv_proxy.errors import PolyKVError
-from polykv_proxy.ids import SeqId
+from polykv_proxy.ids import PoolId, SeqId
+from polykv_proxy.tree.accounting import account, parts_of
+from polykv_proxy.tree.cells import CellBook
 from polykv_proxy.tree.pool import Pool
 from polykv_proxy.tree.prefix import make_tokens
 from polykv_proxy.tree.tree import PoolTree
-from polykv_proxy.tree.view import EngineFacts, SessionFacts, pools_view
+from polykv_proxy.tree.view import EngineFacts, RetentionFacts, SessionFacts, pools_view
 
 
 @dataclass
@@ -39,6 +41,8 @@ class ContractServer:
             bytes_per_token=46080, seq_ids_used=8, seq_ids_max=22, kv_cells_used=1986, kv_cells_total=16384
         )
     )
+    in_use: set[PoolId] = field(default_factory=set)
+    grace_end_s: float = 0.0
     asked: list[Asked] = field(default_factory=list)
     answer_next: tuple[int, bytes, dict[str, str]] | None = None
 
@@ -106,10 +110,10 @@ class ContractServer:
         assert parts[:2] == ["polykv", "pools"]
         match asked.verb, parts[2:]:
             case "GET", []:
-                return 200, pools_view(self.tree, self.sessions, self.engine)
+                return 200, self._view()
             case "GET", [ref]:
                 top = self.tree.get(ref).pool_id
-                return 200, pools_view(self.tree, self.sessions, self.engine, top=top)
+                return 200, self._view(top)
             case "POST", []:
                 tokens = make_tokens(asked.body.get("tokens") or range(len(json.dumps(asked.body))))
                 return 201, self._make(self.tree.plan_root(tokens, name=asked.body.get("name")))
@@ -131,6 +135,15 @@ class ContractServer:
                 }
         return 404, {"error": {"message": "no such route", "code": "not_found", "type": "invalid_request_error"}}
 
+    def _view(self, top: PoolId | None = None) -> dict[str, Any]:
+        book = CellBook()
+        for pool in self.tree.residents():
+            assert pool.seq_id is not None
+            book.adopt(pool.seq_id, 1, parts_of(self.tree, pool))
+        retention = RetentionFacts(in_use=self.in_use, grace_end_s=lambda _: self.grace_end_s)
+        accounts = account(self.tree, {}, book)
+        return pools_view(self.tree, self.sessions, self.engine, accounts=accounts, retention=retention, top=top)
+
     def _make(self, plan: Any) -> dict[str, Any]:
         pool = self.resident(self.tree.commit(plan, now_s=0.0))
         return {
@@ -146,5 +159,5 @@ class ContractServer:
         }
 
     def resident(self, pool: Pool) -> Pool:
-        self.tree.set_residency(pool.pool_id, "resident", seq_id=SeqId(5 + pool.pool_id))
+        self.tree.set_residency(pool.pool_id, "resident", seq_id=SeqId(5 + pool.pool_id), gen=1)
         return pool

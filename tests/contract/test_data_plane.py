@@ -177,7 +177,7 @@ async def test_miss_reason_of_a_released_pool_and_of_one_that_cannot_come_back(
         await made(proxy, prompt=TEXT, name="base")
         await small.restart()
         await proxy.control.refresh()
-        await made(proxy, prompt="It has the only sequence now.")
+        await made(proxy, prompt="It has the only sequence now.", pin=True)
         assert (await ask(proxy, TEXT + "Go.", pool_id="base"))["miss_reason"] == "not_resident"
         await proxy.client.delete("/polykv/pools/base")
         assert (await ask(proxy, TEXT + "Go.", pool_id="base"))["miss_reason"] == "no_pool"

@@ -30,7 +30,7 @@ def test_every_setting() -> None:
 
 def test_every_error_code_that_can_be_answered() -> None:
     raised = {kind.code for kind in subclasses(PolyKVError)}  # all of them are loaded with the application
-    later = {"unavailable", "pin_budget"}
+    later = {"unavailable"}
     assert {code for code in raised - later if f"`{code}`" not in PAGE} == set()
 
 

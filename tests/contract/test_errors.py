@@ -51,14 +51,14 @@ async def test_control_plane(proxy: Proxy, refusal: tuple[int, str, str, str, An
 
 
 async def test_cache_full_and_sequences_gone(make_proxy: ProxyMaker) -> None:
-    async with FakeEngine(n_cells=500, max_pools=2) as engine, make_proxy(engine.url) as proxy:
+    async with FakeEngine(n_cells=500, max_pools=2) as engine, make_proxy(engine.url, pin_max_fraction=1) as proxy:
         await made(proxy, tokens=[1] * 300, name="root", pin=True)
         answer = await proxy.client.post("/polykv/pools", json={"tokens": [2] * 300})
         assert (answer.status_code, error_of(answer)["code"]) == (507, "kv_exhausted")
         assert error_of(answer)["cells_missing"] == 100
         answer = await proxy.client.post("/polykv/pools/root/fork", json={"tokens": [1] * 100 + [2] * 250})
         assert (answer.status_code, error_of(answer)["cells_missing"]) == (507, 50)
-        await made(proxy, tokens=[3])
+        await made(proxy, tokens=[3], pin=True)
         answer = await proxy.client.post("/polykv/pools", json={"tokens": [4]})
         assert (answer.status_code, error_of(answer)["code"]) == (503, "seq_ids_exhausted")
         assert 1 <= int(answer.headers["Retry-After"]) <= 60
@@ -68,7 +68,7 @@ async def test_cache_full_and_sequences_gone(make_proxy: ProxyMaker) -> None:
 @pytest.mark.parametrize("path", PATHS)
 async def test_a_request_that_finds_no_room(make_proxy: ProxyMaker, path: str, stream: bool) -> None:
     """Not even a stream begins: clients retry a 503, and nobody retries a 200."""
-    async with FakeEngine(n_cells=1000) as engine, make_proxy(engine.url) as proxy:
+    async with FakeEngine(n_cells=1000) as engine, make_proxy(engine.url, pin_max_fraction=1) as proxy:
         await made(proxy, tokens=[1] * 600, pin=True)
         body = body_of(path, "x" * 200, stream=stream)
         answer = await proxy.client.post(path, json=body)

@@ -6,7 +6,6 @@ import json
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from polykv_proxy.tree.accounting import account
 from tests.control.conftest import planes
 from tests.fake_engine import FakeEngine
 
@@ -52,8 +51,8 @@ async def _play(requests) -> None:
         # What the tree says and what the engine holds is the same.
         tree = plane.control.tree
         ready = {p.seq: p.tokens for p in engine.ready_pools()}
-        assert ready == {p.seq_id: tree.tokens(p.pool_id).tolist() for p in tree}
-        assert engine.cache.used() == account(list(tree)).total_cells
+        assert ready == {p.seq_id: tree.tokens(p.pool_id).tolist() for p in tree.residents()}
+        assert engine.cache.used() == plane.control.residency.ledger.accounts().total_cells
 
 
 @settings(max_examples=60)

@@ -222,8 +222,9 @@ async def test_concurrent_creates_with_one_name_make_one_pool(plane):
 
 async def test_no_free_sequence_and_no_free_cells():
     async with FakeEngine(max_pools=1) as engine, planes(engine) as plane:
-        await plane.create(tokens=[1] * 20)
+        await plane.create(tokens=[1] * 20, pin=True)
         error = await plane.refused(503, "seq_ids_exhausted", "POST", "/polykv/pools", {"tokens": [2]})
+        assert "unpin" in error["message"]
         assert "--polykv-max-pools" in error["message"]
         assert plane.headers["Retry-After"] == "1"
         assert len(plane.control.tree) == 1
@@ -231,6 +232,7 @@ async def test_no_free_sequence_and_no_free_cells():
         await plane.create(tokens=[1] * 20, pin=True)
         error = await plane.refused(507, "kv_exhausted", "POST", "/polykv/pools", {"tokens": [2] * 40})
         assert error["cells_missing"] == 10
+        assert "unpin" in error["message"]
         assert (len(plane.control.tree), engine.cache.used()) == (1, 20)
 
 

@@ -1,69 +1,154 @@
-"""Ownership of cells, against a model that keeps every cell as a set member."""
+"""Ownership of cells, against a model that gives every cell a number."""
 
-from hypothesis import given
+import itertools
+from typing import Any
+
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from polykv_proxy.ids import PoolId, SessionId
-from polykv_proxy.tree.accounting import SessionCells, account, copied_cells, kv_bytes
+from polykv_proxy.ids import PoolId, SeqId, SlotId
+from polykv_proxy.tree.accounting import Gone, account, kv_bytes, parts_of, subtree_cells
+from polykv_proxy.tree.cells import CellBook, SlotFacts, length
+from polykv_proxy.tree.pool import Pool
 from polykv_proxy.tree.tree import PoolTree
-from tests.tree.make import add_root, extend, settle, toks
-
-Cell = tuple[PoolId, int]
+from tests.tree.make import add_root, extend, toks
 
 
-def session(pool_id: int | None, shared: int, suffix: int) -> SessionCells:
-    return SessionCells(
-        session_id=SessionId("s"),
-        pool_id=None if pool_id is None else PoolId(pool_id),
-        pool_n_tokens=shared,
-        suffix_n_tokens=suffix,
-    )
+def make_resident(tree: PoolTree, book: CellBook, pool: Pool, source: Pool | None = None, n_shared: int = 0) -> None:
+    """As if the engine had prefilled it behind somebody's first tokens."""
+    seq_id = SeqId(int(pool.pool_id))
+    tree.set_residency(pool.pool_id, "resident", seq_id=seq_id, gen=1)
+    from_seq = source.seq_id if source is not None else None
+    book.filled(seq_id, 1, pool.prefix_len, pool_id=pool.pool_id, source=from_seq, n_shared=n_shared)
 
 
-def cells_of(tree: PoolTree, pool_id: PoolId, n_tokens: int) -> set[Cell]:
-    """Every cell of the first n tokens of a pool, by owner and position."""
-    pool, cells = tree.get(pool_id), set()
-    for pos in reversed(range(n_tokens)):
-        while pos < pool.branch_pos:
-            pool = tree.get(pool.parent)
-        cells.add((pool.pool_id, pos))
-    return cells
+def evict(tree: PoolTree, book: CellBook, pool: Pool) -> None:
+    assert pool.seq_id is not None
+    book.freed(pool.seq_id)
+    tree.set_residency(pool.pool_id, "cold")
 
 
-def test_pool_family_counts_every_cell_once() -> None:
-    tree = PoolTree()
+def slot(slot_id: int, n_tokens: int, *, task: int, reused: int = 0, pool: Pool | None = None, n: int = 0) -> SlotFacts:
+    seq_id = pool.seq_id if pool is not None else None
+    return SlotFacts(SlotId(slot_id), n_tokens, [(task, reused)], seq_id, n)
+
+
+def family() -> tuple[PoolTree, CellBook, list[Pool]]:
+    """A root of 100, a child of 40 more, and one of 30 that branches off at 60; all resident."""
+    tree, book = PoolTree(), CellBook()
     root = add_root(tree, toks(range(100)))
     task = extend(tree, root.pool_id, toks(range(40)))
     branch = extend(tree, root.pool_id, toks(range(30)), branch_pos=60)
-    for seq, pool in enumerate((root, task, branch)):
-        settle(tree, pool, "resident", seq)
-    agents = [session(task.pool_id, 140, 10), session(task.pool_id, 140, 12), session(branch.pool_id, 90, 5)]
-    accounts = account(list(tree), agents)
+    make_resident(tree, book, root)
+    make_resident(tree, book, task, root, 100)
+    make_resident(tree, book, branch, root, 60)
+    return tree, book, [root, task, branch]
+
+
+def test_a_pool_family_counts_every_cell_once() -> None:
+    tree, book, (root, task, branch) = family()
+    book.observe(slot(0, 150, task=1, reused=140, pool=task, n=140))
+    book.observe(slot(1, 152, task=2, reused=140, pool=task, n=140))
+    book.observe(slot(2, 95, task=3, reused=90, pool=branch, n=90))
+    accounts = account(tree, {}, book)
     assert accounts.own_cells == {root.pool_id: 100, task.pool_id: 40, branch.pool_id: 30}
-    assert accounts.subtree_cells == {root.pool_id: 197, task.pool_id: 62, branch.pool_id: 35}
+    assert accounts.slot_cells == {0: 10, 1: 12, 2: 5}
     assert accounts.total_cells == 197
-    assert copied_cells(tree, agents) == 100 + 140 + 90 + 150 + 152 + 95
+    of_sessions = {task.pool_id: 22, branch.pool_id: 5}
+    subtree = subtree_cells(list(tree), accounts.own_cells, of_sessions)
+    assert subtree == {root.pool_id: 197, task.pool_id: 62, branch.pool_id: 35}
 
 
-def test_cold_pool_owns_what_a_resident_descendant_holds() -> None:
-    tree = PoolTree()
+def test_without_a_unified_cache_every_share_is_a_copy() -> None:
+    tree, book, (root, task, branch) = family()
+    accounts = account(tree, {}, book, unified=False)
+    assert accounts.total_cells == 100 + 140 + 90
+    assert accounts.own_cells == {root.pool_id: 100 + 100 + 60, task.pool_id: 40, branch.pool_id: 30}
+
+
+def test_a_cold_pool_owns_what_a_resident_descendant_holds() -> None:
+    tree, book, (root, task, branch) = family()
+    evict(tree, book, task)
+    evict(tree, book, root)
+    assert account(tree, {}, book).own_cells == {root.pool_id: 60, branch.pool_id: 30}
+
+
+def test_a_pool_prefilled_alone_leaves_its_parent_its_own_part() -> None:
+    tree, book = PoolTree(), CellBook()
     root = add_root(tree, toks(range(100)))
     branch = extend(tree, root.pool_id, toks(range(30)), branch_pos=60)
-    assert account(list(tree)).total_cells == 0
-    settle(tree, branch, "resident")
-    assert account(list(tree)).own_cells == {root.pool_id: 60, branch.pool_id: 30}
+    make_resident(tree, book, branch)
+    assert account(tree, {}, book).own_cells == {root.pool_id: 60, branch.pool_id: 30}
+    make_resident(tree, book, root)  # without looking for who holds a part of it: now there are two copies
+    assert account(tree, {}, book).total_cells == 90 + 100
 
 
-def test_session_keeps_the_cells_of_an_evicted_pool() -> None:
-    tree = PoolTree()
-    root = add_root(tree, toks(range(100)))
-    accounts = account(list(tree), [session(root.pool_id, 80, 7)])
-    assert (accounts.own_cells[root.pool_id], accounts.total_cells) == (80, 87)
+def test_a_slot_keeps_the_cells_of_an_evicted_pool() -> None:
+    tree, book, (root, task, branch) = family()
+    book.observe(slot(0, 87, task=1, reused=80, pool=root, n=80))
+    for pool in (task, branch, root):
+        evict(tree, book, pool)
+    book.observe(slot(0, 87, task=1, reused=80))  # the engine does not know any more that it was a pool's
+    accounts = account(tree, {}, book)
+    assert (accounts.own_cells, accounts.slot_cells) == ({root.pool_id: 80}, {0: 7})
 
 
-def test_session_without_a_pool_in_the_tree_is_counted_apart() -> None:
-    accounts = account([], [session(None, 0, 9), session(77, 5, 1)])
-    assert (accounts.unpooled_cells, accounts.total_cells) == (15, 15)
+def test_two_slots_share_what_they_hold_of_a_released_pool() -> None:
+    tree, book, (root, task, _) = family()
+    for slot_id in (0, 1):
+        book.observe(slot(slot_id, 145, task=slot_id, reused=140, pool=task, n=140))
+    released = tree.release(task.pool_id)
+    book.freed(SeqId(int(task.pool_id)))
+    gone = {p.pool_id: Gone(p.pool_id, p.name, p.parent, p.branch_pos, p.prefix_len) for p in released}
+    accounts = account(tree, gone, book)
+    assert accounts.own_cells[root.pool_id] == 100
+    assert (accounts.released_cells, accounts.slot_cells) == ({task.pool_id: 40}, {0: 5, 1: 5})
+
+
+def test_a_slot_that_begins_anew_holds_other_cells() -> None:
+    book, tree = CellBook(), PoolTree()
+    book.observe(slot(0, 50, task=1))
+    book.snapshot(SeqId(9), 1, 50, SlotId(0))
+    plan = tree.plan_root(toks(range(50)))
+    pool = tree.commit(plan, now_s=0.0)
+    tree.set_residency(pool.pool_id, "resident", seq_id=SeqId(9), gen=1)
+    book.claim(SeqId(9), pool.pool_id)
+    assert account(tree, {}, book).total_cells == 50
+    book.observe(slot(0, 60, task=1))  # it decodes on
+    assert account(tree, {}, book).slot_cells[SlotId(0)] == 10
+    book.observe(slot(0, 60, task=2, reused=20))  # another prompt, the first 20 tokens are the same
+    accounts = account(tree, {}, book)
+    assert (accounts.own_cells, accounts.slot_cells) == ({pool.pool_id: 50}, {0: 40})
+    book.observe(SlotFacts(SlotId(0), 0, [(2, 20)], None, 0))  # purged
+    assert account(tree, {}, book).total_cells == 50
+
+
+def test_what_is_released_belongs_to_who_shares_it_and_stays() -> None:
+    """A root made from a session's slot shares cells with the session's pool without being its child."""
+    tree, book = PoolTree(), CellBook()
+    old = add_root(tree, toks(range(100)))
+    make_resident(tree, book, old)
+    book.observe(slot(0, 120, task=1, reused=100, pool=old, n=100))
+    book.snapshot(SeqId(9), 1, 120, SlotId(0))
+    new = add_root(tree, toks(range(120)))
+    tree.set_residency(new.pool_id, "resident", seq_id=SeqId(9), gen=1)
+    book.claim(SeqId(9), new.pool_id)
+    assert account(tree, {}, book).own_cells == {old.pool_id: 100, new.pool_id: 20}
+    tree.release(old.pool_id)
+    book.freed(SeqId(int(old.pool_id)))
+    book.claim(SeqId(9), new.pool_id, besides=[old.pool_id])
+    assert account(tree, {}, book).own_cells == {new.pool_id: 120}
+
+
+def test_a_restored_family_shares_by_its_tree() -> None:
+    tree, book, pools = family()
+    before = account(tree, {}, book).own_cells
+    book.clear()
+    for pool in pools:
+        assert pool.seq_id is not None
+        book.adopt(pool.seq_id, 1, parts_of(tree, pool))
+    assert account(tree, {}, book).own_cells == before
 
 
 def test_unknown_bytes_stay_unknown() -> None:
@@ -71,29 +156,134 @@ def test_unknown_bytes_stay_unknown() -> None:
     assert kv_bytes(10, 46080.0) == 460800
 
 
-@given(st.data())
-def test_own_cells_are_the_union_of_what_sequences_hold(data: st.DataObject) -> None:
+picks = st.integers(0, 10**6)
+
+
+class BookAgainstCache(RuleBasedStateMachine):
+    """The book against a cache that numbers every cell."""
+
+    @initialize()
+    def start(self) -> None:
+        self.tree, self.book = PoolTree(), CellBook()
+        self.fresh = itertools.count()
+        self.seqs: dict[int, list[int]] = {}
+        self.slots: dict[int, list[int]] = {0: [], 1: [], 2: []}
+        self.gone: dict[PoolId, Gone] = {}
+        self.n_tasks = 0
+
+    def pool(self, pick: int, of: Any = None) -> Pool:
+        pools = list(of if of is not None else self.tree)
+        return pools[pick % len(pools)]
+
+    def cells(self, n: int) -> list[int]:
+        return [next(self.fresh) for _ in range(n)]
+
+    @rule(n=st.integers(1, 9))
+    def create(self, n: int) -> None:
+        self.bring(add_root(self.tree, toks(*[next(self.fresh) % 7 for _ in range(n)])), None, 0)
+
+    @precondition(lambda self: len(self.tree))
+    @rule(pick=picks, at=st.integers(1, 20), n=st.integers(1, 9))
+    def fork(self, pick: int, at: int, n: int) -> None:
+        parent = self.pool(pick)
+        at = min(at, parent.prefix_len)
+        child = extend(self.tree, parent.pool_id, toks(*range(n)), branch_pos=at)
+        self.bring(child, self.tree.holder(parent.pool_id, at), at)
+
+    def bring(self, pool: Pool, source: Pool | None, n_shared: int) -> None:
+        seq_id = next(i for i in itertools.count(10) if i not in self.seqs)
+        n_shared = n_shared if source is not None else 0
+        head = self.seqs[int(source.seq_id or 0)][:n_shared] if source is not None else []
+        from_seq = source.seq_id if source is not None else None
+        self.seqs[seq_id] = head + self.cells(pool.prefix_len - n_shared)
+        self.tree.set_residency(pool.pool_id, "resident", seq_id=SeqId(seq_id), gen=1)
+        self.book.filled(SeqId(seq_id), 1, pool.prefix_len, pool_id=pool.pool_id, source=from_seq, n_shared=n_shared)
+
+    @precondition(lambda self: self.tree.residents())
+    @rule(pick=picks)
+    def evict(self, pick: int) -> None:
+        pool = self.pool(pick, self.tree.residents())
+        del self.seqs[int(pool.seq_id or 0)]
+        evict(self.tree, self.book, pool)
+
+    @precondition(lambda self: any(pool.seq_id is None for pool in self.tree))
+    @rule(pick=picks, alone=st.booleans())
+    def bring_back(self, pick: int, alone: bool) -> None:
+        pool = self.pool(pick, [pool for pool in self.tree if pool.seq_id is None])
+        source = None
+        if not alone and not pool.is_root:
+            source = self.tree.holder(pool.parent, pool.branch_pos)
+        self.bring(pool, source, pool.branch_pos)
+
+    @precondition(lambda self: len(self.tree))
+    @rule(pick=picks)
+    def release(self, pick: int) -> None:
+        released = self.tree.release(self.pool(pick).pool_id, recursive=True)
+        for pool in released:
+            self.gone[pool.pool_id] = Gone(pool.pool_id, pool.name, pool.parent, pool.branch_pos, pool.prefix_len)
+            if pool.seq_id is not None:
+                del self.seqs[int(pool.seq_id)]
+                self.book.freed(pool.seq_id)
+        for pool in self.tree.residents():
+            assert pool.seq_id is not None
+            self.book.claim(pool.seq_id, pool.pool_id, besides=self.gone)
+
+    @rule(slot_id=st.integers(0, 2), reuse=st.integers(0, 30), more=st.integers(1, 9), pick=picks, attach=st.booleans())
+    def task(self, slot_id: int, reuse: int, more: int, pick: int, attach: bool) -> None:
+        self.n_tasks += 1
+        held, pool, n_pool = self.slots[slot_id], None, 0
+        held = held[: min(reuse, len(held))]
+        if attach and self.tree.residents():
+            pool = self.pool(pick, self.tree.residents())
+            n_pool = min(max(1, reuse), pool.prefix_len)
+            held = self.seqs[int(pool.seq_id or 0)][:n_pool] + held[n_pool:]
+        n_reused = len(held)
+        self.slots[slot_id] = held + self.cells(more)
+        self.book.observe(slot(slot_id, n_reused + more, task=self.n_tasks, reused=n_reused, pool=pool, n=n_pool))
+
+    @rule(slot_id=st.integers(0, 2))
+    def purge(self, slot_id: int) -> None:
+        self.slots[slot_id] = []
+        self.book.observe(SlotFacts(SlotId(slot_id), 0, [], None, 0))
+
+    @precondition(lambda self: any(self.slots.values()))
+    @rule(pick=picks)
+    def snapshot(self, pick: int) -> None:
+        slot_id = self.pool_slot(pick)
+        seq_id = next(i for i in itertools.count(10) if i not in self.seqs)
+        self.seqs[seq_id] = list(self.slots[slot_id])
+        n_tokens = len(self.slots[slot_id])
+        pool = add_root(self.tree, toks(*[next(self.fresh) % 7 for _ in range(n_tokens)]))
+        self.book.snapshot(SeqId(seq_id), 1, n_tokens, SlotId(slot_id))
+        self.tree.set_residency(pool.pool_id, "resident", seq_id=SeqId(seq_id), gen=1)
+        self.book.claim(SeqId(seq_id), pool.pool_id)
+
+    def pool_slot(self, pick: int) -> int:
+        full = [slot_id for slot_id, cells in self.slots.items() if cells]
+        return full[pick % len(full)]
+
+    @invariant()
+    def every_cell_once(self) -> None:
+        used = set().union(*self.seqs.values(), *self.slots.values())
+        accounts = account(self.tree, self.gone, self.book)
+        assert accounts.total_cells == len(used)
+        assert all(pool_id in self.tree for pool_id in accounts.own_cells)
+        self.book.forget()
+        for slot_id, cells in self.slots.items():
+            assert length(self.book.slot_runs(SlotId(slot_id))) == len(cells)
+
+
+TestBookAgainstCache = BookAgainstCache.TestCase
+TestBookAgainstCache.settings = settings(stateful_step_count=30)
+
+
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=6), st.integers(1, 20))
+def test_parts_cover_a_prefix_without_a_gap(steps: list[int], n_own: int) -> None:
     tree = PoolTree()
-    add_root(tree, toks(range(6)))
-    for _ in range(data.draw(st.integers(0, 8))):
-        parent = data.draw(st.sampled_from(list(tree)))
-        own = toks(*data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=4)))
-        extend(tree, parent.pool_id, own, branch_pos=data.draw(st.integers(1, parent.prefix_len)))
-    held: set[Cell] = set()
-    for pool in tree:
-        if data.draw(st.booleans()):
-            settle(tree, pool, "resident")
-            held |= cells_of(tree, pool.pool_id, pool.prefix_len)
-    agents = []
-    for _ in range(data.draw(st.integers(0, 3))):
-        pool = data.draw(st.sampled_from(list(tree)))
-        shared = data.draw(st.integers(1, pool.prefix_len))
-        agents.append(session(pool.pool_id, shared, data.draw(st.integers(0, 5))))
-        held |= cells_of(tree, pool.pool_id, shared)
-    accounts = account(list(tree), agents)
-    for pool in tree:
-        assert accounts.own_cells[pool.pool_id] == sum(owner == pool.pool_id for owner, _ in held)
-        below = {p.pool_id for p in tree.subtree(pool.pool_id)}
-        suffixes = sum(agent.suffix_n_tokens for agent in agents if agent.pool_id in below)
-        assert accounts.subtree_cells[pool.pool_id] == suffixes + sum(owner in below for owner, _ in held)
-    assert accounts.total_cells == len(held) + sum(agent.suffix_n_tokens for agent in agents)
+    pool = add_root(tree, toks(range(n_own)))
+    for at in steps:
+        pool = extend(tree, pool.pool_id, toks(1, 2, 3), branch_pos=min(at, pool.prefix_len))
+    parts = parts_of(tree, pool)
+    assert parts[0][1] == 0
+    assert parts[-1][2] == pool.prefix_len
+    assert all(a[2] == b[1] for a, b in itertools.pairwise(parts))

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polykv_proxy.ids import PoolId, SeqId
-from polykv_proxy.tree.eviction import choose_victim, held_cells
+from polykv_proxy.tree.eviction import choose_spare, choose_victim, held_cells, with_ancestors, with_holders
 from polykv_proxy.tree.pool import Pool
 from polykv_proxy.tree.tree import PoolTree
 
@@ -53,6 +53,62 @@ def test_automatic_pools_go_first() -> None:
     ordered, auto = add(tree, [1]), add(tree, [2], auto=True)
     ordered.last_access_s, auto.last_access_s = 0.0, 9.0
     assert evict_all(tree) == [auto.pool_id, ordered.pool_id]
+
+
+def test_those_whose_grace_is_over_go_before_automatic_ones() -> None:
+    tree = PoolTree()
+    ordered, auto = add(tree, [1]), add(tree, [2], auto=True)
+    assert choose_victim(tree, residents(tree), (), [ordered.pool_id]) is ordered
+    assert choose_victim(tree, residents(tree), (), [ordered.pool_id, auto.pool_id]) is auto
+
+
+def test_a_leaf_goes_before_a_parent_whose_grace_is_over() -> None:
+    tree = PoolTree()
+    root = add(tree, [1, 2, 3])
+    leaf = add(tree, [4], root)
+    assert choose_victim(tree, residents(tree), (), [root.pool_id]) is leaf
+
+
+def test_the_last_use_counts_also_when_it_was_only_seen_in_use() -> None:
+    tree = PoolTree()
+    one, two = add(tree, [1]), add(tree, [2])
+    one.last_access_s, one.used_s, two.last_access_s = 1.0, 9.0, 5.0
+    assert choose_victim(tree, residents(tree), ()) is two
+
+
+def test_a_pool_that_an_heir_holds_can_spare_its_sequence_unpinned_ones_first() -> None:
+    tree = PoolTree()
+    root = add(tree, [1, 2, 3], pin=True)
+    middle = add(tree, [4], root)
+    leaf = add(tree, [5], middle)
+    assert choose_spare(tree, residents(tree), ()) is middle
+    assert choose_spare(tree, residents(tree), [middle.pool_id]) is root
+    tree.set_residency(leaf.pool_id, "cold")
+    assert choose_spare(tree, residents(tree), ()) is root
+    branch = add(tree, [9], leaf, at=3)  # holds all of the root, nothing of the middle's own
+    assert choose_spare(tree, [root, branch], ()) is root
+    assert choose_spare(tree, [middle, branch], ()) is None
+
+
+def test_who_is_needed_is_needed_with_all_above_and_with_who_holds_it() -> None:
+    tree = PoolTree()
+    root = add(tree, [1, 2, 3])
+    middle = add(tree, [4], root)
+    leaf, other = add(tree, [5], middle), add(tree, [6], middle)
+    assert with_ancestors(tree, [leaf.pool_id, PoolId(99)]) == {leaf.pool_id, middle.pool_id, root.pool_id}
+    tree.set_residency(middle.pool_id, "cold")
+    # The leaf holds what is above it: its sibling is not needed for that.
+    assert with_holders(tree, with_ancestors(tree, [leaf.pool_id])) == {1, 2, 3}
+    assert with_holders(tree, {middle.pool_id}) == {middle.pool_id, leaf.pool_id}
+    tree.set_residency(leaf.pool_id, "cold")
+    assert with_holders(tree, {middle.pool_id}) == {middle.pool_id, other.pool_id}
+
+
+def test_a_pool_that_is_still_planned_counts_what_it_adds() -> None:
+    tree = PoolTree()
+    root = add(tree, [1, 2, 3])
+    assert held_cells(tree, [], [(root.pool_id, 2, 7)]) == 2 + 5
+    assert held_cells(tree, [root], [(root.pool_id, 2, 7), (PoolId(-1), 0, 4)]) == 3 + 5 + 4
 
 
 def test_pinned_and_used_pools_stay() -> None:

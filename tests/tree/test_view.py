@@ -2,9 +2,10 @@
 
 import json
 
-from polykv_proxy.ids import PoolId, SessionId
+from polykv_proxy.ids import PoolId, SessionId, SlotId
+from polykv_proxy.tree.accounting import Accounts, Gone
 from polykv_proxy.tree.tree import PoolTree
-from polykv_proxy.tree.view import EngineFacts, SessionFacts, pools_view
+from polykv_proxy.tree.view import EngineFacts, RetentionFacts, SessionFacts, pools_view
 from tests.tree.make import add_root, extend, settle, toks
 
 
@@ -33,7 +34,19 @@ def small_tree() -> tuple[PoolTree, list[PoolId]]:
 def test_whole_tree_shows_design_fields() -> None:
     tree, (root, task, deep) = small_tree()
     facts = EngineFacts(bytes_per_token=10, seq_ids_used=8, seq_ids_max=22, kv_cells_used=145, kv_cells_total=16384)
-    view = pools_view(tree, [agent(task, 140, 5)], facts, unix_offset_s=1000.0)
+    accounts = Accounts({root: 100, task: 40}, {PoolId(9): 7}, {SlotId(0): 5, SlotId(1): 11})
+    gone = {PoolId(9): Gone(PoolId(9), "old", root, 100, 120)}
+    retention = RetentionFacts(in_use={task}, grace_end_s=lambda pool: pool.last_use_s + 300)
+    stray = SessionFacts(session_id=SessionId("a2"), pool_id=None, pool_n_tokens=0, suffix_n_tokens=8)
+    view = pools_view(
+        tree,
+        [agent(task, 140, 5), stray],
+        facts,
+        accounts=accounts,
+        gone=gone,
+        retention=retention,
+        unix_offset_s=1000.0,
+    )
     assert json.loads(json.dumps(view)) == view
     assert {k: v for k, v in view.items() if k != "pools"} == {
         "tree_depth": 3,
@@ -42,6 +55,32 @@ def test_whole_tree_shows_design_fields() -> None:
         "kv_cells_used": 145,
         "kv_cells_total": 16384,
         "kv_bytes_per_token": 10,
+        "released": [
+            {
+                "pool_id": 9,
+                "name": "old",
+                "parent": root,
+                "branch_pos": 100,
+                "prefix_len": 120,
+                "own_kv_cells": 7,
+                "own_kv_bytes": 70,
+            }
+        ],
+        "unpooled": {
+            "kv_cells": 11,
+            "kv_bytes": 110,
+            "sessions": [
+                {
+                    "session_id": "a2",
+                    "prefix_n_tokens": 0,
+                    "suffix_n_tokens": 8,
+                    "marginal_kv_bytes": 80,
+                    "tps_ewma": None,
+                    "ttft_ms": None,
+                    "state": None,
+                }
+            ],
+        },
     }
     assert [pool["pool_id"] for pool in view["pools"]] == [root, task, deep]
     assert view["pools"][0] == {
@@ -55,8 +94,10 @@ def test_whole_tree_shows_design_fields() -> None:
         "seq_id": 6,
         "pinned": False,
         "orphaned_pin": False,
+        "in_use": False,
         "auto": False,
         "ttl_s": None,
+        "expires_ts": 1300.0,
         "created_ts": 1000.0,
         "last_access_ts": 1000.0,
         "queries": 0,
@@ -81,11 +122,21 @@ def test_whole_tree_shows_design_fields() -> None:
         }
     ]
     assert (view["pools"][2]["residency"], view["pools"][2]["own_kv_bytes"]) == ("cold", 0)
+    assert [pool["expires_ts"] for pool in view["pools"]] == [1300.0, None, None]  # in use; cold
+    assert [pool["in_use"] for pool in view["pools"]] == [False, True, False]
+
+
+def test_a_pool_in_an_heirs_sequence_is_resident() -> None:
+    tree, (root, _, _) = small_tree()
+    tree.set_residency(root, "cold")
+    pools = pools_view(tree, [], EngineFacts())["pools"]
+    assert [(pool["residency"], pool["seq_id"]) for pool in pools] == [("resident", 7), ("resident", 7), ("cold", None)]
 
 
 def test_subtree_shows_nothing_outside() -> None:
     tree, (root, task, deep) = small_tree()
-    view = pools_view(tree, [agent(root, 100, 9), agent(task, 140, 5)], EngineFacts(), top=task)
+    accounts = Accounts({root: 100, task: 40})
+    view = pools_view(tree, [agent(root, 100, 9), agent(task, 140, 5)], EngineFacts(), accounts=accounts, top=task)
     assert [pool["pool_id"] for pool in view["pools"]] == [task, deep]
     assert view["tree_depth"] == 2
     assert view["pools"][0]["subtree_kv_cells"] == 45

@@ -1,0 +1,114 @@
+"""What an operator orders about keeping: pin, unpin, evict, flush. Each runs in a task of its own (``core``)."""
+
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from polykv_proxy.control.residency import Residency
+from polykv_proxy.control.retention import Retention
+from polykv_proxy.control.room import Room
+from polykv_proxy.control.views import Views, pool_answer
+from polykv_proxy.errors import PoolInUse, WarmUnavailable
+from polykv_proxy.ids import PoolId
+from polykv_proxy.tree.eviction import with_holders
+from polykv_proxy.tree.pool import Pool
+from polykv_proxy.tree.tree import PoolTree
+
+log = logging.getLogger("polykv.pools")
+
+
+class Keeping:
+    """``require_sharing``: raises unless the engine can hold pools and is ours."""
+
+    def __init__(
+        self,
+        *,
+        tree: PoolTree,
+        residency: Residency,
+        room: Room,
+        retention: Retention,
+        views: Views,
+        require_sharing: Callable[[], Awaitable[None]],
+    ):
+        self._tree, self._residency, self._room = tree, residency, room
+        self._retention, self._views, self._require_sharing = retention, views, require_sharing
+
+    async def pin(self, pool_id: PoolId) -> dict[str, Any]:
+        """Keep a pool resident under pressure; a cold one is brought back first, or the error says why it cannot be.
+
+        Raises:  PinBudget (409), PoolNotFound (404), SeqIdsExhausted (503), KvExhausted (507), UpstreamError and heirs
+        """
+        await self._require_sharing()
+        pool = self._tree.get(pool_id)
+        self._retention.check_pin(pool)
+        await self._residency.ensure(pool)
+        pool = self._tree.get(pool_id)
+        self._retention.check_pin(pool)  # somebody else may have pinned another one meanwhile
+        pool.pin = True
+        return self._answer(pool)
+
+    def unpin(self, pool_id: PoolId) -> dict[str, Any]:
+        """Let a pool go under pressure again. What it holds stays until then."""
+        pool = self._tree.get(pool_id)
+        pool.pin = False
+        return self._answer(pool)
+
+    async def evict(self, pool_id: PoolId, to: str | None) -> dict[str, Any]:
+        """Drop a pool's sequence; the pool stays and comes back with the next attach. A pin does not refuse it.
+
+        Raises:  PoolInUse (409), WarmUnavailable (501)
+        """
+        if to == "warm":
+            raise WarmUnavailable("there is no warm tier: evict with ?to=cold, the next attach prefills the pool again")
+        await self._require_sharing()
+        pool = self._tree.get(pool_id)
+        if pool_id in self._busy():
+            raise PoolInUse(
+                f"requests run on pool {pool.label}, or on one that its sequence holds, or an order needs it: "
+                "evict it when they are done"
+            )
+        freed = await self._drop([pool])
+        return pool_answer(pool) | {"residency": self._residency_of(pool), "freed": freed}
+
+    async def flush(self, pool_id: PoolId) -> dict[str, Any]:
+        """Evict what is neither pinned nor has running requests, of a pool and everything below it, leaves first."""
+        await self._require_sharing()
+        pools = [pool for pool in self._tree.subtree(self._tree.get(pool_id).pool_id)[::-1] if pool.seq_id is not None]
+        pinned, busy = self._retention.pinned(), self._busy()
+        kept = [
+            {"pool_id": pool.pool_id, "reason": "pinned" if pool.pool_id in pinned else "in_use"}
+            for pool in pools
+            if pool.pool_id in pinned or pool.pool_id in busy
+        ]
+        evicted = [pool for pool in pools if pool.pool_id not in pinned and pool.pool_id not in busy]
+        return {"evicted": [pool.pool_id for pool in evicted], "kept": kept, "freed": await self._drop(evicted)}
+
+    async def _drop(self, pools: Sequence[Pool]) -> dict[str, Any]:
+        """Free these pools' sequences. Gives what became free; None when the engine could not be asked."""
+        held = [pool for pool in pools if pool.seq_id is not None]
+        if not held:
+            return {"seq_ids": 0, "kv_cells": 0, "kv_bytes": 0}
+        ledger = self._residency.ledger
+        ledger.sync()
+        before = ledger.accounts().total_cells
+        used = await self._residency.evict_all(held)
+        n_cells = before - ledger.accounts().total_cells if used is not None else None
+        n_seqs = len(held) if used is not None else None
+        return {"seq_ids": n_seqs, "kv_cells": n_cells, "kv_bytes": self._views.kv_bytes(n_cells)}
+
+    def _busy(self) -> set[PoolId]:
+        named = {pool_id for pool_id in self._room.running() | self._residency.named() if pool_id in self._tree}
+        return with_holders(self._tree, named)
+
+    def _residency_of(self, pool: Pool) -> str:
+        return "resident" if self._tree.holder(pool.pool_id) is not None else pool.residency
+
+    def _answer(self, pool: Pool) -> dict[str, Any]:
+        held = self._residency.held(pool)
+        return pool_answer(pool) | {
+            "seq_id": held.seq_id if held is not None else None,
+            "residency": self._residency_of(pool),
+            "pinned": pool.pin,
+            "pinned_cells": self._retention.n_pinned_cells(),
+            "budget_cells": self._retention.n_budget_cells(),
+        }
