@@ -50,11 +50,15 @@ def up(
     """Start a local engine and the proxy; Ctrl-C or SIGTERM stops both."""
     from polykv_proxy.cli.progress import BuildProgress
     from polykv_proxy.config import load_settings
+    from polykv_proxy.doctor import EngineSizes, check_sizes
     from polykv_proxy.engine.build import ensure_engine
     from polykv_proxy.engine.local import LOOPBACK, EngineOptions, choose_port, engine_command
     from polykv_proxy.engine.model import CHAT_MODEL, ensure_model
     from polykv_proxy.engine.supervisor import Child, Supervisor
 
+    sizes = EngineSizes(n_slots=parallel, max_pools=max_pools, n_batch=batch)
+    if (refused := check_sizes(sizes)) is not None:
+        raise typer.BadParameter(f"{refused.what}: {refused.why} ({refused.do})", param_hint="--max-pools")
     if model is not None and not model.is_file():
         raise typer.BadParameter(f"there is no file {model}", param_hint="--model")
     chosen_engine_port = choose_port(LOOPBACK, wanted=engine_port, flag="--engine-port")

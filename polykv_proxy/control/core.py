@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from polykv_proxy.config import Settings
 from polykv_proxy.control.attach import Attacher
 from polykv_proxy.control.compare import Comparer
+from polykv_proxy.control.diagnosis import boot_lines, collect_facts
 from polykv_proxy.control.dry_run import DryRun
 from polykv_proxy.control.keeping import Keeping
 from polykv_proxy.control.lease import TTL_S, Lease
@@ -26,6 +27,7 @@ from polykv_proxy.control.room import Room
 from polykv_proxy.control.snapshots import Snapshots
 from polykv_proxy.control.views import Views
 from polykv_proxy.control.watch import HEARTBEAT_S, EngineWatch
+from polykv_proxy.doctor import Facts
 from polykv_proxy.errors import Draining, EngineOwned, SessionNotFound, UpstreamError
 from polykv_proxy.ids import SessionId, SlotId
 from polykv_proxy.sessions import SessionBook
@@ -70,6 +72,7 @@ class Control:
             on_lost=self._engine_lost,
             on_plain=self._resize_slots,
             beat=self._beat,
+            report=lambda: boot_lines(self._facts()),
             heartbeat_s=heartbeat_s,
         )
         self.room = Room(tree=self.tree, sessions=self.sessions, slots=self.slots, watch=self.watch, clock=clock)
@@ -184,6 +187,23 @@ class Control:
     async def refresh(self) -> Stats | None:
         """Fresh stats of the engine; None when it has no hooks. Raises UpstreamError and its heirs."""
         return await self.watch.refresh()
+
+    async def facts(self) -> Facts:
+        """What the doctor looks at, as fresh as can be had."""
+        with contextlib.suppress(UpstreamError):
+            await self.watch.refresh()
+        return self._facts()
+
+    def _facts(self) -> Facts:
+        return collect_facts(
+            settings=self.settings,
+            watch=self.watch,
+            lease=self.lease,
+            tree=self.tree,
+            sessions=self.sessions,
+            room=self.room,
+            now_s=self.clock(),
+        )
 
     async def _require_sharing(self) -> None:
         """A patched engine that can share, and that is ours to change.

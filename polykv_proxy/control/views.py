@@ -98,6 +98,24 @@ class Views:
         self._ledger.sync()
         return self._session(session)
 
+    def streams(self) -> dict[str, int | None]:
+        """The streams of a split cache: one per slot and pool sequence, and two that the engine keeps for itself.
+
+        Free are those that a new session or pool could take now.
+        """
+        stats = self._watch.stats
+        answers = self._watch.state != "away" and self._taken_by() is None and not self._watch.sleeping
+        if stats is None or not answers or stats.kv_unified or stats.cells is None or not stats.cells.n_stream:
+            return dict.fromkeys(("kv_streams_total", "kv_streams_free", "kv_cells_per_stream"))
+        now_s = self._clock()
+        of_live = {s.slot_id for s in self._sessions if self._sessions.is_live(s.session_id, now_s)}
+        n_taken = sum(not slot.idle or slot.id in of_live for slot in stats.slots)
+        return {
+            "kv_streams_total": stats.cells.n_stream,
+            "kv_streams_free": stats.n_slots - n_taken + stats.max_pools - len(self._tree.residents()),
+            "kv_cells_per_stream": stats.cells.total // stats.cells.n_stream,
+        }
+
     def health(self) -> tuple[bool, dict[str, Any]]:
         """(ready, body): whether new work can be served, and what stands in the way."""
         watch = self._watch

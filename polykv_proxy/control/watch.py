@@ -32,7 +32,8 @@ class EngineWatch:
     """``on_restart(stats)``: a new epoch was seen. ``on_plain(n_slots)``: an engine without hooks was seen.
     ``on_lost()``: it went to sleep, and its context with it; the next order wakes it up to a new epoch.
 
-    ``beat``: called once per heartbeat while the engine is patched and ready.
+    ``beat``: called once per heartbeat while the engine is patched and ready. ``report``: level and line for the log,
+    asked when an engine was found.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class EngineWatch:
         on_lost: Callable[[], None],
         on_plain: Callable[[int], None],
         beat: Callable[[], Awaitable[None]],
+        report: Callable[[], list[tuple[int, str]]],
         heartbeat_s: float = HEARTBEAT_S,
     ):
         self.engine = engine
@@ -55,6 +57,9 @@ class EngineWatch:
         """When the question went out that ``stats`` answer: what happened later they need not show."""
         self.failure: PolyKVError | None = None
         self._on_restart, self._on_lost, self._on_plain, self._beat = on_restart, on_lost, on_plain, beat
+        self._report = report
+        self._told: tuple[State, bool | None, str | None] = ("unknown", None, None)
+        self._reported: list[tuple[int, str]] = []
         self._heartbeat_s = heartbeat_s
         self._asking: asyncio.Task[Stats | None] | None = None
         self._task: asyncio.Task[None] | None = None
@@ -118,16 +123,20 @@ class EngineWatch:
                 log.exception("a bug in the heartbeat; it goes on")
 
     async def _try_refresh(self) -> None:
-        before = (self.state, self.hooks)
         try:
             await self.refresh()
         except PolyKVError as e:
-            if (self.state, self.hooks) != before:
+            if (self.state, self.hooks) != self._told[:2]:
                 log.warning("engine %s: %s", self.state, e.message)
+            self._told = (self.state, self.hooks, self.epoch)
             return
-        if (self.state, self.hooks) != before:
-            for level, line in boot_report(self.hooks is True, self.stats):
-                log.log(level, line)
+        now = (self.state, self.hooks, self.epoch)
+        if now != self._told:
+            lines = self._report()
+            if now[:2] != self._told[:2] or lines != self._reported:  # a restart with the same flags says nothing new
+                for level, line in lines:
+                    log.log(level, line)
+            self._told, self._reported = now, lines
 
     async def _ask(self) -> Stats | None:
         asked_s = time.monotonic()
@@ -175,29 +184,3 @@ class EngineWatch:
             self.state = "loading"
         elif isinstance(error, UpstreamUnavailable | UpstreamTimeout):
             self.state = "away"  # nobody there, or there and not answering
-
-
-def boot_report(hooks: bool, stats: Stats | None) -> list[tuple[int, str]]:
-    """What an operator should know about the engine that was found: level and line."""
-    if not hooks:
-        return [
-            (
-                logging.WARNING,
-                "the engine is a llama-server without PolyKV hooks: everything is relayed, pools are off "
-                "(`polykvctl engine build` makes one that has them, started with --polykv-max-pools N)",
-            )
-        ]
-    if stats is None or stats.sleeping:
-        return [(logging.INFO, "the engine is ready and sleeps")]
-    lines = [(logging.INFO, f"the engine is ready: {stats.n_slots} slots, up to {stats.max_pools} pools")]
-    if stats.share != "ok":
-        lines.append((logging.WARNING, f"the engine refuses pools: {stats.share}"))
-    if stats.kv_unified is False:
-        lines.append(
-            (
-                logging.WARNING,
-                "the engine runs without --kv-unified: every share is a copy, and the context of a slot is its part "
-                "of the total",
-            )
-        )
-    return lines

@@ -3,6 +3,7 @@
 pools     create, fork, show, release
 match     what a request would get
 sessions  who is attached where
+doctor    what is wrong with the set-up
 health    readiness
 body      strict bodies, errors that name the field
 answers   JSON, and errors in the shape of the contract
@@ -12,6 +13,7 @@ guard     keys, the loopback rule, foreign Host and Origin
 from aiohttp import web
 
 from polykv_proxy.control import Control
+from polykv_proxy.routes.doctor import doctor_routes
 from polykv_proxy.routes.health import health_routes
 from polykv_proxy.routes.match import match_routes
 from polykv_proxy.routes.pools import pool_routes
@@ -23,3 +25,4 @@ def add_routes(app: web.Application, control: Control) -> None:
     app.router.add_routes(
         [*pool_routes(control), *match_routes(control), *session_routes(control), *health_routes(control)]
     )
+    app.router.add_routes(doctor_routes(control))

@@ -32,11 +32,11 @@ def pool_routes(control: Control) -> list[web.RouteDef]:
 
     async def show_all(request: web.Request) -> web.Response:
         await _refresh(control)
-        return json_answer(control.views.pools())
+        return json_answer(control.views.pools() | control.views.streams())
 
     async def show_one(request: web.Request) -> web.Response:
         await _refresh(control)
-        return json_answer(control.views.pools(request.match_info["ref"]))
+        return json_answer(control.views.pools(request.match_info["ref"]) | control.views.streams())
 
     async def release(request: web.Request) -> web.Response:
         recursive = query_flag(request, "recursive")

@@ -2,27 +2,60 @@
 
 import logging
 
-from polykv_proxy.control.watch import boot_report
-from polykv_proxy.upstream import Stats
+import pytest
+
+from polykv_proxy.control.diagnosis import boot_lines
+from polykv_proxy.doctor import EngineFlagFacts, Facts
+from tests.control.conftest import eventually, planes
+from tests.fake_engine import FakeEngine
 
 
-def said(hooks: bool, **facts: object) -> list[tuple[int, str]]:
-    return boot_report(hooks, Stats.model_validate({"n_slots": 4, "max_pools": 16, "share": "ok", **facts}))
+def said(**facts: object) -> list[tuple[int, str]]:
+    known = {"hooks": True, "share": "ok", "n_slots": 4, "max_pools": 16, "kv_unified": True, "hosts": ("127.0.0.1",)}
+    return boot_lines(Facts(**known | facts))  # type: ignore[arg-type]
 
 
 def test_a_plain_llama_server_is_a_warning_that_says_what_to_do():
-    [(level, line)] = boot_report(False, None)
+    [(level, line)] = said(hooks=False)
     assert level == logging.WARNING
     assert "pools are off" in line
     assert "polykvctl engine build" in line
 
 
 def test_a_good_engine_is_one_line():
-    assert said(True) == [(logging.INFO, "the engine is ready: 4 slots, up to 16 pools")]
+    assert said() == [(logging.INFO, "the engine is ready: 4 slots, up to 16 pools")]
 
 
-def test_a_reason_against_sharing_and_a_split_cache_are_warnings():
-    lines = said(True, share="start it with --swa-full", kv_unified=False)
-    assert [level for level, _ in lines] == [logging.INFO, logging.WARNING, logging.WARNING]
+def test_what_is_only_good_to_know_is_left_to_the_doctor():
+    assert len(said(flags=EngineFlagFacts(cache_ram_mib=8192, context_shift=True, n_lora=1), warm_tier=False)) == 1
+
+
+def test_a_sliding_window_without_full_cache_names_the_flag():
+    lines = said(share="the model has a sliding window", n_swa=1024, swa_full=False)
+    assert [level for level, _ in lines] == [logging.INFO, logging.WARNING]
     assert "--swa-full" in lines[1][1]
-    assert "--kv-unified" in lines[2][1]
+
+
+def test_a_split_cache_is_told_as_copies():
+    lines = said(kv_unified=False, n_ctx_slot=8192, n_streams=22)
+    assert [level for level, _ in lines] == [logging.INFO, logging.INFO]
+    assert "every share is a copy" in lines[1][1]
+    assert "--kv-unified" in lines[1][1]
+
+
+def test_a_dangerous_flag_is_a_warning():
+    lines = said(flags=EngineFlagFacts(cache_idle_slots=True, n_batch=2048))
+    assert [level for level, _ in lines] == [logging.INFO, logging.WARNING, logging.WARNING]
+
+
+async def test_told_again_when_the_engine_comes_back_otherwise(caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO, "polykv.engine")
+
+    def told() -> list[str]:
+        return [record.message for record in caplog.records if "the engine is ready" in record.message]
+
+    async with FakeEngine() as engine, planes(engine):
+        assert told() == ["the engine is ready: 4 slots, up to 16 pools"]
+        engine.max_pools = 8
+        await engine.restart()
+        await eventually(lambda: told()[-1] == "the engine is ready: 4 slots, up to 8 pools")

@@ -1,0 +1,75 @@
+"""What the checks look at: plain values, None where something is not known."""
+
+from dataclasses import dataclass, field
+from ipaddress import ip_address
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFlagFacts:
+    """Flags of llama-server as they took effect."""
+
+    hosts: tuple[str, ...] | None = None
+    has_api_key: bool | None = None
+    n_batch: int | None = None
+    prefill_quota: int | None = None
+    cache_ram_mib: int | None = None
+    cache_idle_slots: bool | None = None
+    cache_reuse: int | None = None
+    context_shift: bool | None = None
+    sleep_idle_s: int | None = None
+    n_lora: int | None = None
+    has_media: bool | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """``engine``: as the proxy sees it. ``share``: ``ok``, or why the engine refuses pools.
+
+    ``owner``: another proxy that manages the engine's pools. ``n_idle_pools``, ``n_idle_cells``: resident pools that
+    nobody uses, and their cells.
+    ``hosts``: where the proxy listens. ``state_in_memory``: pools are forgotten when the proxy ends.
+    Units:   *_cells cells of the cache; n_ctx_slot tokens; recurrent_bytes bytes of one sequence's state
+    """
+
+    engine: Literal["ready", "loading", "away", "unknown"] = "ready"
+    engine_url: str = ""
+    engine_error: str | None = None
+    hooks: bool | None = None
+    owner: str | None = None
+    sleeping: bool = False
+    share: str | None = None
+    n_swa: int | None = None
+    swa_full: bool | None = None
+    recurrent: bool | None = None
+    recurrent_bytes: int | None = None
+    kv_unified: bool | None = None
+    n_slots: int | None = None
+    max_pools: int | None = None
+    n_streams: int | None = None
+    n_ctx_slot: int | None = None
+    cells_total: int | None = None
+    cells_hi: int | None = None
+    flags: EngineFlagFacts = field(default_factory=EngineFlagFacts)
+
+    n_pools: int | None = None
+    n_resident: int | None = None
+    n_idle_pools: int | None = None
+    n_idle_cells: int | None = None
+    n_live_sessions: int | None = None
+
+    hosts: tuple[str, ...] = ()
+    has_admin_key: bool | None = None
+    has_data_keys: bool | None = None
+    state_in_memory: bool | None = None
+    warm_tier: bool | None = None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address. A UNIX socket is one of those."""
+    if host == "localhost" or host.endswith(".sock"):
+        return True
+    try:
+        return ip_address(host.strip("[]").partition("%")[0]).is_loopback
+    except ValueError:
+        return False

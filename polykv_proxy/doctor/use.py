@@ -1,0 +1,88 @@
+"""Pools and sessions as they are used now, and the settings of the proxy."""
+
+from polykv_proxy.doctor.facts import Facts, is_loopback
+from polykv_proxy.doctor.finding import Finding
+from polykv_proxy.doctor.sizes import MAX_SEQUENCES
+
+IDLE_CELLS_MIN, IDLE_SHARE = 2048, 0.25
+"""Idle pools are told about from so many cells and so large a part of what is scanned."""
+
+
+def more_pools_than_sequences(facts: Facts) -> Finding | None:
+    if facts.n_pools is None or facts.max_pools is None or facts.n_pools <= facts.max_pools:
+        return None
+    return Finding(
+        "max_pools_small",
+        "info",
+        f"the tree has {facts.n_pools} pools, the engine sequences for {facts.max_pools}",
+        "they take turns: one that comes back is prefilled first",
+        f"more --polykv-max-pools (slots + pools + 2 up to {MAX_SEQUENCES}), if requests miss with `cold` often",
+    )
+
+
+def more_sessions_than_slots(facts: Facts) -> Finding | None:
+    if facts.n_live_sessions is None or facts.n_slots is None or facts.n_live_sessions <= facts.n_slots:
+        return None
+    return Finding(
+        "more_sessions_than_slots",
+        "info",
+        f"{facts.n_live_sessions} live sessions share {facts.n_slots} slots",
+        "they displace each other: a turn then prefills what its session had beyond its pool again",
+        "more --parallel, or put what they have in common into pools",
+    )
+
+
+def idle_pools(facts: Facts) -> Finding | None:
+    n_idle, hi = facts.n_idle_cells, facts.cells_hi
+    if facts.kv_unified is False or n_idle is None or not hi or n_idle < IDLE_CELLS_MIN or n_idle < IDLE_SHARE * hi:
+        return None
+    share = min(1.0, n_idle / hi)
+    return Finding(
+        "idle_pools_tax",
+        "warning" if share >= 0.5 else "info",
+        f"{facts.n_idle_pools} resident pools that nobody uses hold {n_idle:,} of the {hi:,} cells up to the highest "
+        "in use",
+        f"every token of every session scans all of these: about {share:.0%} of its attention reads are for idle pools",
+        "evict or release them; they come back by a prefill",
+    )
+
+
+def no_admin_key(facts: Facts) -> Finding | None:
+    if facts.has_admin_key is not False or all(is_loopback(host) for host in facts.hosts):
+        return None
+    where = ", ".join(facts.hosts)
+    if facts.has_data_keys:
+        why = "every data key may create, evict and release pools, and read prompts in /slots"
+    else:
+        why = "anybody may send requests; pools can be managed from this machine only"
+    return Finding(
+        "no_admin_key",
+        "warning",
+        f"the proxy listens on {where} without an admin key",
+        why,
+        "set POLYKV_ADMIN_KEY (and POLYKV_API_KEY for the data plane)",
+    )
+
+
+def journal(facts: Facts) -> Finding | None:
+    if not facts.state_in_memory:
+        return None
+    return Finding(
+        "journal_in_memory",
+        "warning",
+        "pools are kept in memory only (--state :memory:)",
+        "they are gone, names and ids too, when the proxy ends",
+        "--state FILE, or leave it out for the default",
+    )
+
+
+def warm(facts: Facts) -> Finding | None:
+    if facts.warm_tier is not False:
+        return None
+    return Finding(
+        "warm_unavailable",
+        "info",
+        "there is no warm tier in this version",
+        "a pool that leaves the cache comes back by a prefill; POLYKV_WARM_* have no effect",
+        "nothing",
+    )

@@ -1,0 +1,68 @@
+"""``GET /polykv/doctor``: what the proxy knows, turned into findings. The checks themselves: tests/doctor."""
+
+import time
+from typing import Any
+
+import pytest
+
+from tests.control.conftest import Plane, eventually, planes
+from tests.fake_engine import FakeEngine
+
+
+async def findings(plane: Plane) -> dict[str, str]:
+    """Id → severity."""
+    status, body = await plane.call("GET", "/polykv/doctor")
+    assert status == 200
+    assert all(set(finding) == {"id", "severity", "what", "why", "do"} for finding in body["findings"])
+    return {finding["id"]: finding["severity"] for finding in body["findings"]}
+
+
+ALWAYS = {"journal_in_memory": "warning", "warm_unavailable": "info"}
+"""The planes of these tests keep nothing."""
+
+
+async def test_a_good_engine():
+    async with FakeEngine() as engine, planes(engine) as plane:
+        assert await findings(plane) == ALWAYS
+        _, body = await plane.call("GET", "/polykv/doctor")
+        assert body["status"] == "warnings"
+        assert body["facts"]["n_slots"] == 4
+
+
+@pytest.mark.parametrize(
+    ("engine_args", "id_"),
+    [({"hooks": False}, "engine_without_pools"), ({"share": "no such thing as a KV cache"}, "model_cannot_share")],
+)
+async def test_an_engine_that_holds_no_pools(engine_args: dict[str, Any], id_: str):
+    async with FakeEngine(**engine_args) as engine, planes(engine) as plane:
+        assert await findings(plane) == {id_: "error"} | ALWAYS
+        _, body = await plane.call("GET", "/polykv/doctor")
+        assert body["status"] == "errors"
+
+
+async def test_an_engine_that_went_away_is_a_200_that_says_so():
+    async with FakeEngine() as engine, planes(engine) as plane:
+        await engine.kill()
+        assert await findings(plane) == {"engine_unreachable": "error"} | ALWAYS
+
+
+async def test_another_proxy_manages_the_pools():
+    async with FakeEngine() as engine, planes(engine) as plane:
+        engine.hooks._owner = ("somebody else", time.monotonic() + 60)
+        await eventually(lambda: plane.control.lease.taken_by == "somebody else", timeout_s=10)
+        assert (await findings(plane))["not_owner"] == "error"
+
+
+async def test_pools_that_nobody_uses_are_told_by_what_they_hold():
+    async with FakeEngine() as engine, planes(engine) as plane:
+        made = await plane.create(tokens=[1 + n % 50 for n in range(3000)], name="big")
+        assert (await findings(plane))["idle_pools_tax"] == "warning"
+        await plane.call("DELETE", f"/polykv/pools/{made['pool_id']}")
+        assert "idle_pools_tax" not in await findings(plane)
+
+
+async def test_keys_and_addresses():
+    async with FakeEngine() as engine, planes(engine, host="0.0.0.0", api_key="k") as plane:
+        assert (await findings(plane))["no_admin_key"] == "warning"
+    async with FakeEngine() as engine, planes(engine, host="0.0.0.0", admin_key="k") as plane:
+        assert "no_admin_key" not in await findings(plane)

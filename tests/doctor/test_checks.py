@@ -1,0 +1,175 @@
+"""Each finding: when it is there, how bad it is, and that nothing is claimed of what is not known."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from polykv_proxy.doctor import EngineFlagFacts, EngineSizes, Facts, check_sizes, examine, status_of
+from polykv_proxy.doctor.facts import is_loopback
+
+ROOT = Path(__file__).parents[2]
+
+GOOD: dict[str, Any] = {
+    "hooks": True,
+    "share": "ok",
+    "n_swa": 0,
+    "swa_full": False,
+    "recurrent": False,
+    "recurrent_bytes": 0,
+    "kv_unified": True,
+    "n_slots": 4,
+    "max_pools": 16,
+    "n_streams": 1,
+    "n_ctx_slot": 16384,
+    "cells_total": 16384,
+    "cells_hi": 10000,
+    "n_pools": 3,
+    "n_resident": 3,
+    "n_idle_pools": 1,
+    "n_idle_cells": 1000,
+    "n_live_sessions": 4,
+    "hosts": ("127.0.0.1",),
+    "has_admin_key": False,
+    "has_data_keys": False,
+    "state_in_memory": False,
+    "warm_tier": True,
+}
+FLAGS: dict[str, Any] = {
+    "hosts": ("127.0.0.1",),
+    "has_api_key": False,
+    "n_batch": 256,
+    "prefill_quota": 256,
+    "cache_ram_mib": 0,
+    "cache_idle_slots": False,
+    "cache_reuse": 0,
+    "context_shift": False,
+    "sleep_idle_s": -1,
+    "n_lora": 0,
+    "has_media": False,
+}
+
+
+def facts(flags: dict[str, Any] | None = None, **changed: Any) -> Facts:
+    return Facts(**GOOD | changed, flags=EngineFlagFacts(**FLAGS | (flags or {})))
+
+
+def found(flags: dict[str, Any] | None = None, **changed: Any) -> list[tuple[str, str]]:
+    return [(finding.id, finding.severity) for finding in examine(facts(flags, **changed))]
+
+
+def test_a_good_set_up_has_no_findings():
+    assert found() == []
+    assert status_of([]) == "ok"
+
+
+def test_what_is_not_known_makes_no_finding():
+    assert examine(Facts(hooks=True)) == []
+
+
+SPLIT = {"kv_unified": False, "n_streams": 22}
+
+CASES = [
+    ("engine_unreachable", "error", {"engine": "away", "engine_error": "connection refused"}),
+    ("engine_unreachable", "error", {"engine": "unknown", "hooks": None}),
+    ("engine_loading", "warning", {"engine": "loading"}),
+    ("engine_without_pools", "error", {"hooks": False}),
+    ("not_owner", "error", {"owner": "host:1:ab"}),
+    ("swa_without_full", "error", {"share": "the model has a sliding window", "n_swa": 1024}),
+    ("model_cannot_share", "error", {"share": "this model keeps no KV cache"}),
+    ("engine_open", "warning", {"flags": {"hosts": ("0.0.0.0",)}}),
+    ("engine_sleeps", "info", {"sleeping": True}),
+    ("sleep_loses_pools", "warning", {"flags": {"sleep_idle_s": 900}}),
+    ("split_cache", "info", SPLIT),
+    ("recurrent_model", "info", {"recurrent": True, "recurrent_bytes": 1 << 20}),
+    ("recurrent_model", "warning", {"recurrent": True, "recurrent_bytes": 60 << 20}),
+    ("batch_large", "warning", {"flags": {"n_batch": 2048}}),
+    ("prefill_quota_off", "warning", {"flags": {"prefill_quota": 0}}),
+    ("idle_slots_cleared", "warning", {"flags": {"cache_idle_slots": True}}),
+    ("cache_ram_unpooled_only", "info", {"flags": {"cache_ram_mib": 8192}}),
+    ("context_shift_not_for_pools", "info", {"flags": {"context_shift": True}}),
+    ("cache_reuse_not_for_pools", "info", {"flags": {"cache_reuse": 256}}),
+    ("adapters_bind_pools", "info", {"flags": {"n_lora": 2}}),
+    ("media_unpooled", "info", {"flags": {"has_media": True}}),
+    ("idle_pools_tax", "info", {"n_idle_cells": 3000}),
+    ("idle_pools_tax", "warning", {"n_idle_cells": 6000}),
+    ("max_pools_small", "info", {"n_pools": 17}),
+    ("more_sessions_than_slots", "info", {"n_live_sessions": 5}),
+    ("no_admin_key", "warning", {"hosts": ("127.0.0.1", "0.0.0.0")}),
+    ("no_admin_key", "warning", {"hosts": ("192.168.1.7",), "has_data_keys": True}),
+    ("journal_in_memory", "warning", {"state_in_memory": True}),
+    ("warm_unavailable", "info", {"warm_tier": False}),
+]
+
+
+@pytest.mark.parametrize(("id_", "severity", "changed"), CASES, ids=[f"{case[0]}-{case[1]}" for case in CASES])
+def test_each_finding_alone(id_: str, severity: str, changed: dict[str, Any]):
+    """Changing these facts of a good set-up makes this one finding and no other."""
+    assert found(**changed) == [(id_, severity)]
+
+
+def test_a_small_context_on_a_split_cache():
+    assert found(**SPLIT, n_ctx_slot=744) == [("split_context_small", "warning"), ("split_cache", "info")]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"hosts": ("127.0.0.1", "::1", "localhost")},
+        {"hosts": ("0.0.0.0",), "has_admin_key": True},
+        {"flags": {"hosts": ("0.0.0.0",), "has_api_key": True}},
+        {"flags": {"hosts": ("/run/engine.sock",)}},
+        {"n_idle_cells": 2000, "cells_hi": 2000},
+        {"n_idle_cells": 3000, "kv_unified": False, "recurrent": True, "cells_total": 0},
+        {"flags": {"n_batch": 512}},
+        {"n_pools": 16, "n_live_sessions": 4},
+    ],
+)
+def test_no_finding_at_the_edge(changed: dict[str, Any]):
+    assert [id_ for id_, severity in found(**changed) if id_ != "recurrent_model"] == []
+
+
+def test_the_worst_comes_first():
+    severities = [severity for _, severity in found({"cache_ram_mib": 1, "n_batch": 2048}, owner="x", n_pools=40)]
+    assert severities == ["error", "warning", "info", "info"]
+    assert status_of(examine(facts(owner="x"))) == "errors"
+    assert status_of(examine(facts({"n_batch": 2048}))) == "warnings"
+    assert status_of(examine(facts(n_pools=40))) == "ok"
+
+
+def test_every_finding_says_what_why_and_what_to_do():
+    for _, _, changed in CASES:
+        for finding in examine(facts(**changed)):
+            assert all([finding.what, finding.why, finding.do])
+            assert not any(text.endswith(".") for text in (finding.what, finding.why))
+
+
+def test_the_page_names_every_finding():
+    page = (ROOT / "docs" / "doctor.md").read_text(encoding="utf-8")
+    ids = {case[0] for case in CASES} | {"split_context_small", "too_many_sequences", "batch_too_small"}
+    assert [id_ for id_ in ids if f"`{id_}`" not in page] == []
+
+
+@pytest.mark.parametrize(
+    ("sizes", "id_"),
+    [
+        ((4, 16, 256), None),
+        ((4, 250, 256), None),
+        ((4, 251, 512), "too_many_sequences"),
+        ((4, 16, 21), "batch_too_small"),
+        ((4, 0, 1), None),
+    ],
+)
+def test_sizes_that_llama_server_would_refuse(sizes: tuple[int, int, int], id_: str | None):
+    finding = check_sizes(EngineSizes(*sizes))
+    assert (finding.id if finding is not None else None) == id_
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "[::1]", "localhost", "/run/engine.sock"])
+def test_only_this_machine_reaches(host: str):
+    assert is_loopback(host)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "engine"])
+def test_others_reach(host: str):
+    assert not is_loopback(host)
