@@ -109,7 +109,7 @@ async def test_who_fits_only_without_an_answer_waits_for_those_at_work(engine: F
 
 
 async def test_who_leaves_its_answer_no_room_goes_when_it_is_alone(engine: FakeEngine, proxy: Proxy) -> None:
-    answer = await ask(proxy, "x" * 990, 30)
+    answer = await ask(proxy, "9" * 990, 30)
     assert (answer.status_code, answer.json()["tokens_predicted"]) == (200, 10)
 
 
@@ -172,16 +172,28 @@ async def test_what_can_never_fit_gets_the_engines_own_context_error(engine: Fak
     assert (await running).status_code == 200
 
 
+async def test_what_the_engine_will_refuse_keeps_no_cells_from_others(engine: FakeEngine, proxy: Proxy) -> None:
+    hold = Hold()
+    engine.on(PATH, "request", hold)
+    refused = ask(proxy, "9" * 1000)
+    await hold.reached()
+    assert (await ask(proxy, "x" * 900)).status_code == 200
+    hold.release()
+    assert (await refused).status_code == 400
+
+
 @pytest.mark.parametrize("fields", [{}, {"cache_prompt": False}, {"stream": True}])
 async def test_when_nothing_can_come_free_it_is_told_at_once(
     engine: FakeEngine, proxy: Proxy, fields: dict[str, Any]
 ) -> None:
     await proxy.control.create_pool(CreatePool(source=Source(tokens=[1] * 500), pin=True))
+    await proxy.pool(tokens=[2] * 50, name="unused")
     answer = await ask(proxy, "x" * 600, **fields)
     assert answer.status_code == 503
     assert answer.headers["retry-after"] == "1"
     assert answer.json()["error"]["code"] == "kv_exhausted"
     assert answer.json()["error"]["cells_missing"] == 600 + 1 - 500
+    assert residency(proxy)["unused"] == "resident"  # it would not have been enough
     assert engine.requests(PATH) == []
 
 
