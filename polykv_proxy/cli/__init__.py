@@ -8,7 +8,7 @@ import sys
 
 import typer
 
-from polykv_proxy.cli import demo, doctor, engine, match, model, pools, serve, up
+from polykv_proxy.cli import demo, doctor, engine, match, model, pools, serve, sessions, up
 
 app = typer.Typer(
     name="polykvctl",
@@ -23,6 +23,7 @@ app.command("serve")(serve.serve)
 app.command("match")(match.match)
 app.command("doctor")(doctor.doctor)
 app.add_typer(pools.app, name="pools")
+app.add_typer(sessions.app, name="sessions")
 app.add_typer(engine.app, name="engine")
 app.add_typer(model.app, name="model")
 

@@ -16,6 +16,8 @@ from polykv_proxy.cli.client import ControlProblem
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
+    from polykv_proxy.cli.client import ControlClient
+
 Url = Annotated[str, typer.Option("--url", envvar="POLYKV_URL", help="The proxy.")]
 AdminKey = Annotated[
     str | None, typer.Option("--admin-key", envvar="POLYKV_ADMIN_KEY", help="Control-plane key.", show_envvar=True)
@@ -37,6 +39,13 @@ def ending_well() -> Iterator[None]:
     except ControlProblem as problem:
         typer.echo(f"polykvctl: {problem}", err=True)
         raise typer.Exit(problem.exit_code) from None
+
+
+def control_client(url: str, admin_key: str | None) -> "ControlClient":
+    """Raises WrongUsage."""
+    from polykv_proxy.cli.client import ControlClient
+
+    return ControlClient(url, admin_key)
 
 
 def echo_json(answer: Any) -> None:
@@ -72,3 +81,22 @@ def count(n: int | None) -> str:
 def plain(text: str) -> str:
     """Make foreign text harmless for a terminal: whatever does not print is shown escaped."""
     return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def shown(field: str, value: Any) -> str:
+    """One field of an answer for a person, by what its name says it is."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if field.endswith("_bytes"):
+        return human_bytes(value)
+    if field.endswith("_ts"):
+        from datetime import UTC, datetime
+
+        return datetime.fromtimestamp(value, UTC).isoformat(sep=" ", timespec="seconds")
+    if isinstance(value, dict):
+        return ", ".join(f"{name.removesuffix('_bytes')} {shown(name, part)}" for name, part in value.items())
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "none"
+    return str(value)

@@ -1,12 +1,14 @@
-"""How the pool tree is drawn: one table whose first column carries the branches. Pure: JSON in, rich out.
+"""How the pool tree is drawn: one table whose first column carries the branches. JSON in, rich out.
 
 pool           prefix    own         KV  where
-system          1,740  1,740    80.2 MB  resident
+system          1,740  1,740    80.2 MB  resident pinned
 ├─ reviewer     1,902    162     7.5 MB  resident
 │  ▸ agent-1               52     2.4 MB  generating  48.1 tok/s
-└─ tester       1,688    240    11.1 MB  cold
+└─ tester       1,688    240    11.1 MB  resident grace 5 min
 """
 
+import math
+import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -108,10 +110,21 @@ def _where(pool: Mapping[str, Any]) -> "Text":
 
     text = Text(str(pool["residency"] or "unknown"), style=_COLOURS.get(pool["residency"], ""))
     if pool.get("pinned"):
-        text.append(" pinned", style="magenta")
+        text.append(" pinned, nobody uses it" if pool.get("orphaned_pin") else " pinned", style="magenta")
     if pool.get("auto"):
         text.append(" auto", style="bright_black")
+    if pool.get("expires_ts") is not None:
+        left_s = pool["expires_ts"] - time.time()
+        text.append(" grace over" if left_s <= 0 else f" grace {_duration(left_s)}", style="bright_black")
     return text
+
+
+def _duration(seconds: float) -> str:
+    """Round up to two digits or so: ``4 s``, ``5 min``, ``3 h``, ``12 d``."""
+    for unit, size, limit in (("s", 1, 100), ("min", 60, 100), ("h", 3600, 48)):
+        if seconds <= limit * size:
+            return f"{math.ceil(seconds / size)} {unit}"
+    return f"{math.ceil(seconds / 86400)} d"
 
 
 def _add_sessions(table: "Table", sessions: Sequence[Mapping[str, Any]], guide: str) -> None:

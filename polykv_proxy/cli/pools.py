@@ -1,13 +1,21 @@
 """``polykvctl pools``: look at the pool tree and change it."""
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from polykv_proxy.cli.output import DEFAULT_URL, AdminKey, AsJson, Url, count, echo_json, ending_well, human_bytes, show
-
-if TYPE_CHECKING:
-    from polykv_proxy.cli.client import ControlClient
+from polykv_proxy.cli.output import (
+    DEFAULT_URL,
+    AdminKey,
+    AsJson,
+    Url,
+    control_client,
+    count,
+    echo_json,
+    ending_well,
+    show,
+    shown,
+)
 
 app = typer.Typer(no_args_is_help=True, help="Pools: shared prefixes, kept once in the engine's cache.")
 
@@ -32,7 +40,7 @@ def tree(url: Url = DEFAULT_URL, admin_key: AdminKey = None, as_json: AsJson = F
     """Draw the tree: prefix length, own tokens and KV, where it is, sessions with tokens per second."""
     from polykv_proxy.cli.pool_tree import draw_tree, summary
 
-    with ending_well(), _control(url, admin_key) as control:
+    with ending_well(), control_client(url, admin_key) as control:
         view = control.get("/polykv/pools")
         if as_json:
             echo_json(view)
@@ -50,7 +58,7 @@ def ls(url: Url = DEFAULT_URL, admin_key: AdminKey = None, as_json: AsJson = Fal
     """List the pools, one a line."""
     from polykv_proxy.cli.pool_tree import list_table
 
-    with ending_well(), _control(url, admin_key) as control:
+    with ending_well(), control_client(url, admin_key) as control:
         view = control.get("/polykv/pools")
         if as_json:
             echo_json(view)
@@ -63,7 +71,7 @@ def show_pool(ref: Ref, url: Url = DEFAULT_URL, admin_key: AdminKey = None, as_j
     """Show one pool in full, and the tree below it."""
     from polykv_proxy.cli.pool_tree import draw_tree
 
-    with ending_well(), _control(url, admin_key) as control:
+    with ending_well(), control_client(url, admin_key) as control:
         view = control.get(_path(ref))
         if as_json:
             echo_json(view)
@@ -71,7 +79,7 @@ def show_pool(ref: Ref, url: Url = DEFAULT_URL, admin_key: AdminKey = None, as_j
         pool = view["pools"][0]
         for field, value in pool.items():
             if field not in ("sessions", "children"):
-                typer.echo(f"{field:<18}{_shown(field, value)}")
+                typer.echo(f"{field:<18}{shown(field, value)}")
         if pool["children"] or pool["sessions"]:
             show("")
             show(draw_tree(view))
@@ -99,7 +107,7 @@ def create(
         body = pool_source(
             prompt=prompt, prompt_file=prompt_file, messages=messages, tokens=tokens, from_session=from_session
         )
-        with _control(url, admin_key) as control:
+        with control_client(url, admin_key) as control:
             _say_made(control.post("/polykv/pools", body | _wishes(name, pin, ttl_s)), as_json=as_json)
 
 
@@ -142,8 +150,66 @@ def fork(
             forking=True,
         )
         body |= _wishes(name, pin, ttl_s) | ({} if branch_pos is None else {"branch_pos": branch_pos})
-        with _control(url, admin_key) as control:
+        with control_client(url, admin_key) as control:
             _say_made(control.post(_path(ref, "fork"), body), as_json=as_json)
+
+
+@app.command("pin")
+def pin(ref: Ref, url: Url = DEFAULT_URL, admin_key: AdminKey = None, as_json: AsJson = False) -> None:
+    """Keep a pool resident under pressure; a cold one is brought back first."""
+    _keep("pin", ref, url, admin_key, as_json=as_json)
+
+
+@app.command("unpin")
+def unpin(ref: Ref, url: Url = DEFAULT_URL, admin_key: AdminKey = None, as_json: AsJson = False) -> None:
+    """Let a pool go under pressure again."""
+    _keep("unpin", ref, url, admin_key, as_json=as_json)
+
+
+def _keep(verb: str, ref: str, url: str, admin_key: str | None, *, as_json: bool) -> None:
+    with ending_well(), control_client(url, admin_key) as control:
+        pool = control.post(_path(ref, verb), None)
+        if as_json:
+            echo_json(pool)
+            return
+        typer.echo(f"{_called(pool)}: {'pinned' if pool['pinned'] else 'not pinned'}, {pool['residency']}")
+        typer.echo(f"pinned       {count(pool['pinned_cells'])} of {count(pool['budget_cells'])} cells")
+
+
+@app.command("evict")
+def evict(
+    ref: Ref,
+    to: Annotated[str | None, typer.Option("--to", metavar="TIER", help="cold, or warm.")] = None,
+    url: Url = DEFAULT_URL,
+    admin_key: AdminKey = None,
+    as_json: AsJson = False,
+) -> None:
+    """Drop a pool's KV and keep the pool: the next attach brings it back."""
+    from polykv_proxy.cli.client import WrongUsage
+
+    with ending_well(), control_client(url, admin_key) as control:
+        if to not in (None, "cold", "warm"):
+            raise WrongUsage(f"--to {to!r} is neither cold nor warm")
+        pool = control.post(_path(ref, "evict") + (f"?to={to}" if to else ""), None)
+        if as_json:
+            echo_json(pool)
+            return
+        typer.echo(f"{_called(pool)}: {pool['residency']}")
+        typer.echo(f"freed        {shown('freed', pool['freed'])}")
+
+
+@app.command("flush")
+def flush(ref: Ref, url: Url = DEFAULT_URL, admin_key: AdminKey = None, as_json: AsJson = False) -> None:
+    """Evict a pool and everything below it, except what is pinned or has requests running."""
+    with ending_well(), control_client(url, admin_key) as control:
+        answer = control.post(_path(ref, "flush"), None)
+        if as_json:
+            echo_json(answer)
+            return
+        kept = ", ".join(f"{pool['pool_id']} ({pool['reason'].replace('_', ' ')})" for pool in answer["kept"])
+        typer.echo(f"evicted      {', '.join(map(str, answer['evicted'])) or 'none'}")
+        typer.echo(f"kept         {kept or 'none'}")
+        typer.echo(f"freed        {shown('freed', answer['freed'])}")
 
 
 @app.command("release")
@@ -155,7 +221,7 @@ def release(
     as_json: AsJson = False,
 ) -> None:
     """Take a pool off the tree; its cells are free once the last running request that uses them ends."""
-    with ending_well(), _control(url, admin_key) as control:
+    with ending_well(), control_client(url, admin_key) as control:
         answer = control.delete(_path(ref) + ("?recursive=true" if recursive else ""))
         if as_json:
             echo_json(answer)
@@ -163,13 +229,7 @@ def release(
         gone = ", ".join(str(pool_id) for pool_id in answer["released"])
         typer.echo(f"released pool{'s' if len(answer['released']) > 1 else ''} {gone}")
         for field in ("freed_now", "freed_later"):
-            typer.echo(f"{field.replace('_', ' '):<12} {_shown(field, answer[field])}")
-
-
-def _control(url: str, admin_key: str | None) -> "ControlClient":
-    from polykv_proxy.cli.client import ControlClient
-
-    return ControlClient(url, admin_key)
+            typer.echo(f"{field.replace('_', ' '):<12} {shown(field, answer[field])}")
 
 
 def _path(ref: str, *more: str) -> str:
@@ -199,25 +259,10 @@ def _say_made(pool: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
         echo_json(pool)
         return
-    called = f"pool {pool['pool_id']}" + (f" ({pool['name']})" if pool.get("name") else "")
     inherited = "" if pool["parent"] == -1 else f", {count(pool['branch_pos'])} of them from pool {pool['parent']}"
     took = f" in {pool['materialize_ms']:,.0f} ms" if pool.get("materialize_ms") is not None else ""
-    typer.echo(f"{called}: {count(pool['prefix_len'])} tokens{inherited}; {pool['residency']}{took}")
+    typer.echo(f"{_called(pool)}: {count(pool['prefix_len'])} tokens{inherited}; {pool['residency']}{took}")
 
 
-def _shown(field: str, value: Any) -> str:
-    if value is None:
-        return "-"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if field.endswith("_bytes"):
-        return human_bytes(value)
-    if field.endswith("_ts"):
-        from datetime import UTC, datetime
-
-        return datetime.fromtimestamp(value, UTC).isoformat(sep=" ", timespec="seconds")
-    if isinstance(value, dict):
-        return ", ".join(f"{name.removesuffix('_bytes')} {_shown(name, part)}" for name, part in value.items())
-    if isinstance(value, list):
-        return ", ".join(map(str, value)) or "none"
-    return str(value)
+def _called(pool: dict[str, Any]) -> str:
+    return f"pool {pool['pool_id']}" + (f" ({pool['name']})" if pool.get("name") else "")

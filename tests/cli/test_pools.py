@@ -36,6 +36,7 @@ def grow(server: ContractServer) -> None:
     task = server.resident(extend(server.tree, root.pool_id, toks(range(220))))
     extend(server.tree, root.pool_id, toks(range(90)), branch_pos=1200)
     extend(server.tree, task.pool_id, toks(1))
+    server.in_use = {root.pool_id, task.pool_id}
     server.sessions.append(
         SessionFacts(
             session_id=SessionId("agent-1"),

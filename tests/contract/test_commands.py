@@ -31,10 +31,11 @@ def options(found: Command) -> dict[str, tuple[object, object]]:
     return {flag: (p.default, getattr(p, "envvar", None)) for p in found.params for flag in p.opts}
 
 
-POOL_COMMANDS = ["tree", "ls", "show", "create", "fork", "release"]
+POOL_COMMANDS = ["tree", "ls", "show", "create", "fork", "pin", "unpin", "evict", "flush", "release"]
+OTHERS = [("match",), ("sessions",), ("sessions", "show"), ("sessions", "delete")]
 
 
-@pytest.mark.parametrize("path", [*(("pools", name) for name in POOL_COMMANDS), ("match",)], ids=" ".join)
+@pytest.mark.parametrize("path", [*(("pools", name) for name in POOL_COMMANDS), *OTHERS], ids=" ".join)
 def test_every_command_that_asks_the_proxy_takes_the_three_options(path: tuple[str, ...]) -> None:
     taken = options(command(*path))
     assert taken["--url"] == ("http://127.0.0.1:8090", "POLYKV_URL")

@@ -1,0 +1,114 @@
+"""``polykvctl sessions``: who is attached where."""
+
+from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import quote
+
+import typer
+
+from polykv_proxy.cli.output import (
+    DEFAULT_URL,
+    AdminKey,
+    AsJson,
+    Url,
+    control_client,
+    count,
+    echo_json,
+    ending_well,
+    human_bytes,
+    plain,
+    show,
+    shown,
+)
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+app = typer.Typer(help="Sessions: who is attached where. Without a command: all of them.", invoke_without_command=True)
+
+Id = Annotated[str, typer.Argument(metavar="SESSION", help="Its id, as the client or the proxy named it.")]
+
+
+@app.callback()
+def every_session(
+    context: typer.Context, url: Url = DEFAULT_URL, admin_key: AdminKey = None, as_json: AsJson = False
+) -> None:
+    """List the open sessions, one a line."""
+    if context.invoked_subcommand is not None:
+        _refuse_options_of(context)
+        return
+    with ending_well(), control_client(url, admin_key) as control:
+        view = control.get("/polykv/sessions")
+        if as_json:
+            echo_json(view)
+        elif view["sessions"]:
+            show(_table(view["sessions"]))
+        else:
+            show("No sessions.")
+
+
+@app.command("show")
+def show_session(session: Id, url: Url = DEFAULT_URL, admin_key: AdminKey = None, as_json: AsJson = False) -> None:
+    """Show one session in full."""
+    with ending_well(), control_client(url, admin_key) as control:
+        answer = control.get(_path(session))
+        if as_json:
+            echo_json(answer)
+            return
+        for field, value in answer.items():
+            typer.echo(f"{field:<21}{plain(shown(field, value))}")
+
+
+@app.command("delete")
+def delete_session(session: Id, url: Url = DEFAULT_URL, admin_key: AdminKey = None, as_json: AsJson = False) -> None:
+    """Forget a session and give up its slot; what it has running ends by itself."""
+    with ending_well(), control_client(url, admin_key) as control:
+        answer = control.delete(_path(session))
+        if as_json:
+            echo_json(answer)
+            return
+        pool = "no pool" if answer["detached_from"] is None else f"pool {answer['detached_from']}"
+        typer.echo(f"forgot session {plain(answer['session_id'])} of {pool}; {count(answer['n_running'])} running")
+
+
+def _refuse_options_of(context: typer.Context) -> None:
+    """An option in front of the command would not reach it, and the command would ask another proxy."""
+    from polykv_proxy.cli.client import WrongUsage
+
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    given = [name for name, source in sources.items() if getattr(source, "name", None) == "COMMANDLINE"]
+    with ending_well():
+        if given:
+            raise WrongUsage(f"options go behind the command: polykvctl sessions {context.invoked_subcommand} …")
+
+
+def _path(session: str) -> str:
+    """Raises WrongUsage for what would be another path."""
+    from polykv_proxy.cli.client import WrongUsage
+
+    if session in ("", ".", ".."):
+        raise WrongUsage(f"{session!r} is no session")
+    return f"/polykv/sessions/{quote(session, safe='')}"
+
+
+def _table(sessions: list[dict[str, Any]]) -> "Table":
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bright_black")
+    table.add_column("session", no_wrap=True, overflow="ellipsis", min_width=12)
+    for heading in ("pool", "slot", "prefix", "own", "KV", "tok/s"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("state", no_wrap=True)
+    for session in sorted(sessions, key=lambda session: str(session["session_id"])):
+        tps = session["tps_ewma"]
+        table.add_row(
+            Text(plain(session["session_id"])),
+            "" if session["pool_id"] is None else str(session["pool_id"]),
+            "" if session["slot_id"] is None else str(session["slot_id"]),
+            "" if session["prefix_n_tokens"] is None else count(session["prefix_n_tokens"]),
+            "" if session["suffix_n_tokens"] is None else count(session["suffix_n_tokens"]),
+            "" if session["marginal_kv_bytes"] is None else human_bytes(session["marginal_kv_bytes"]),
+            "" if tps is None else f"{tps:.1f}",
+            session["state"],
+        )
+    return table

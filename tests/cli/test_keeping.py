@@ -1,0 +1,118 @@
+"""``polykvctl pools pin|unpin|evict|flush`` and ``polykvctl sessions`` against the real proxy, and what they show."""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+import pytest_asyncio
+from aiohttp.test_utils import TestServer
+from typer.testing import CliRunner, Result
+
+from polykv_proxy.app import make_app
+from polykv_proxy.cli import app
+from polykv_proxy.cli.pool_tree import draw_tree
+from polykv_proxy.config import load_settings
+from tests.cli.contract_server import ContractServer
+from tests.fake_engine import FakeEngine
+from tests.tree.make import add_root, extend, toks
+
+runner = CliRunner()
+
+
+@pytest_asyncio.fixture
+async def proxy(engine: FakeEngine) -> AsyncIterator[str]:
+    settings = load_settings(upstream_url=engine.url, state=":memory:", pin_max_fraction=0.01)  # 163 cells
+    async with TestServer(make_app(settings)) as server:
+        yield str(server.make_url("/")).rstrip("/")
+
+
+async def ctl(proxy: str, *args: str) -> Result:
+    return await asyncio.to_thread(runner.invoke, app, [*args, "--url", proxy])
+
+
+async def turn(proxy: str, prompt: str, session: str) -> None:
+    async with httpx.AsyncClient(base_url=proxy) as http:
+        body = {"prompt": prompt, "n_predict": 3, "session_id": session}
+        assert (await http.post("/completion", json=body)).status_code == 200
+
+
+async def test_pin_unpin_evict_flush(proxy: str) -> None:
+    await ctl(proxy, "pools", "create", "--prompt", "x" * 100, "--name", "base")
+    await ctl(proxy, "pools", "create", "--prompt", "y" * 100, "--name", "other")
+    pinned = await ctl(proxy, "pools", "pin", "base")
+    assert pinned.stdout.splitlines() == ["pool 1 (base): pinned, resident", "pinned       100 of 163 cells"]
+    refused = await ctl(proxy, "pools", "pin", "other")
+    assert (refused.exit_code, refused.stdout, len(refused.stderr.splitlines())) == (1, "", 1)
+    assert "this pin would make it 200, and the budget is 163" in refused.stderr
+    assert "pin_budget, HTTP 409" in refused.stderr
+    assert "resident pinned, nobody uses it" in (await ctl(proxy, "pools", "tree")).stdout
+    flushed = await ctl(proxy, "pools", "flush", "base")
+    assert flushed.stdout.splitlines()[:2] == ["evicted      none", "kept         1 (pinned)"]
+    unpinned = await ctl(proxy, "pools", "unpin", "base", "--json")
+    assert json.loads(unpinned.stdout)["pinned"] is False
+    evicted = await ctl(proxy, "pools", "evict", "base")
+    assert evicted.stdout.splitlines() == [
+        "pool 1 (base): cold",
+        "freed        seq_ids 1, kv_cells 100, kv 102 kB",
+    ]
+    assert json.loads((await ctl(proxy, "pools", "flush", "other", "--json")).stdout)["evicted"] == [2]
+    warm = await ctl(proxy, "pools", "evict", "base", "--to", "warm")
+    assert (warm.exit_code, "?to=cold" in warm.stderr) == (1, True)
+    wrong = await ctl(proxy, "pools", "evict", "base", "--to", "hot")
+    assert (wrong.exit_code, len(wrong.stderr.splitlines())) == (2, 1)
+    unknown = await ctl(proxy, "pools", "pin", "nobody")
+    assert (unknown.exit_code, "pool_not_found" in unknown.stderr) == (1, True)
+
+
+async def test_sessions_are_listed_shown_and_forgotten(proxy: str) -> None:
+    assert (await ctl(proxy, "sessions")).stdout == "No sessions.\n"
+    await ctl(proxy, "pools", "create", "--prompt", "You are one of many.", "--name", "base")
+    await turn(proxy, "You are one of many. Go on.", "agent 1")
+    await turn(proxy, "Something else.", "agent-2")
+    lines = [line.split() for line in (await ctl(proxy, "sessions")).stdout.splitlines()]
+    assert lines[0] == ["session", "pool", "slot", "prefix", "own", "KV", "tok/s", "state"]
+    assert lines[2][0] == "agent-2"
+    assert (lines[1][:3], lines[1][4], lines[1][-1]) == (["agent", "1", "1"], "20", "idle")
+    listed = json.loads((await ctl(proxy, "sessions", "--json")).stdout)["sessions"]
+    assert {session["session_id"] for session in listed} == {"agent 1", "agent-2"}
+    result = await ctl(proxy, "sessions", "show", "agent 1")
+    assert result.exit_code == 0, (result.stderr, result.exception)
+    shown = result.stdout
+    assert "pool_id              1" in shown
+    assert "suffix_n_tokens      10" in shown
+    assert json.loads((await ctl(proxy, "sessions", "show", "agent 1", "--json")).stdout)["n_turns"] == 1
+    gone = await ctl(proxy, "sessions", "delete", "agent 1")
+    assert gone.stdout == "forgot session agent 1 of pool 1; 0 running\n"
+    missing = await ctl(proxy, "sessions", "delete", "agent 1")
+    assert (missing.exit_code, "session_not_found" in missing.stderr) == (1, True)
+    assert json.loads((await ctl(proxy, "sessions", "delete", "agent-2", "--json")).stdout)["n_running"] == 0
+
+
+@pytest.mark.parametrize("session", ["..", ".", ""])
+async def test_a_session_that_would_be_another_path_is_wrong_usage(proxy: str, session: str) -> None:
+    result = await ctl(proxy, "sessions", "show", session)
+    assert (result.exit_code, len(result.stderr.splitlines())) == (2, 1)
+
+
+async def test_an_option_in_front_of_the_command_is_not_ignored(proxy: str) -> None:
+    args = ["sessions", "--url", "http://127.0.0.1:1", "delete", "s", "--url", proxy]
+    result = await asyncio.to_thread(runner.invoke, app, args)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "options go behind the command" in result.stderr
+
+
+def test_the_tree_says_how_long_unused_pools_are_kept() -> None:
+    with ContractServer() as server:
+        used = server.resident(add_root(server.tree, toks(range(9)), name="used"))
+        server.resident(extend(server.tree, used.pool_id, toks(1), branch_pos=4))
+        server.in_use = {used.pool_id}
+        for left_s, said in ((90.5, "grace 91 s"), (299.0, "grace 5 min"), (7300, "grace 3 h"), (9e5, "grace 11 d")):
+            server.grace_end_s = time.time() + left_s
+            lines = runner.invoke(app, ["pools", "tree", "--url", server.url]).stdout.splitlines()
+            assert (lines[1].split()[-1], lines[2].split("resident ")[-1].strip()) == ("resident", said), lines
+        server.grace_end_s = 0.0
+        view = json.loads(runner.invoke(app, ["pools", "tree", "--json", "--url", server.url]).stdout)
+    assert str(list(draw_tree(view).columns[-1].cells)[-1]) == "resident grace over"
