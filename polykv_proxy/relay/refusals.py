@@ -48,9 +48,10 @@ def refusal(error: PolyKVError, dialect: Dialect | None) -> dict[str, Any]:
 
 
 def refusal_headers(error: PolyKVError) -> dict[str, str]:
-    if error.retry_after_s is None:
-        return {}
-    return {"Retry-After": str(max(1, min(60, math.ceil(error.retry_after_s))))}
+    headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
+    if error.retry_after_s is not None:
+        headers["Retry-After"] = str(max(1, min(60, math.ceil(error.retry_after_s))))
+    return headers
 
 
 def refusal_event(error: PolyKVError, dialect: Dialect | None) -> bytes:

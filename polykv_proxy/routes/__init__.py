@@ -5,6 +5,7 @@ match     what a request would get
 sessions  who is attached where
 doctor    what is wrong with the set-up
 health    readiness
+openapi   all of this as OpenAPI 3.1, from the bodies' models and those of the answers (``shapes``)
 body      strict bodies, errors that name the field
 answers   JSON, and errors in the shape of the contract
 guard     keys, the loopback rule, foreign Host and Origin
@@ -16,6 +17,7 @@ from polykv_proxy.control import Control
 from polykv_proxy.routes.doctor import doctor_routes
 from polykv_proxy.routes.health import health_routes
 from polykv_proxy.routes.match import match_routes
+from polykv_proxy.routes.openapi import openapi_routes
 from polykv_proxy.routes.pools import pool_routes
 from polykv_proxy.routes.sessions import session_routes
 
@@ -23,6 +25,12 @@ from polykv_proxy.routes.sessions import session_routes
 def add_routes(app: web.Application, control: Control) -> None:
     """Put the control plane's routes on an application."""
     app.router.add_routes(
-        [*pool_routes(control), *match_routes(control), *session_routes(control), *health_routes(control)]
+        [
+            *pool_routes(control),
+            *match_routes(control),
+            *session_routes(control),
+            *health_routes(control),
+            *openapi_routes(),
+        ]
     )
     app.router.add_routes(doctor_routes(control))

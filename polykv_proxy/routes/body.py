@@ -7,15 +7,65 @@ from typing import Annotated, Any, TypeVar
 
 import orjson
 from aiohttp import web
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictInt,
+    StrictStr,
+    ValidationError,
+    WithJsonSchema,
+)
 
 from polykv_proxy.control import Source
 from polykv_proxy.errors import ContextLengthExceeded, InvalidJson, RequestError
 from polykv_proxy.ids import SessionId
+from polykv_proxy.tree.pool import NAME_MAX
+from polykv_proxy.tree.prefix import TOKEN_MAX
 
 _LISTS = ("tokens", "own_tokens", "prompt")
 _SOURCES = ("tokens", "own_tokens", "prompt", "messages", "from_session")
+_WITH_MESSAGES = ("tools", "chat_template_kwargs")
 MAX_TTL_S = 10 * 365 * 86400.0
+
+# What is only checked further in (by ``make_tokens``, by ``check_name``, by the engine) is told here all the same.
+_TOKEN = {"type": "integer", "minimum": 0, "maximum": TOKEN_MAX}
+Tokens = Annotated[list[StrictInt], WithJsonSchema({"type": "array", "minItems": 1, "items": _TOKEN})]
+Prompt = Annotated[
+    StrictStr | list[StrictInt | StrictStr],
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string", "minLength": 1},
+                {"type": "array", "minItems": 1, "items": {"anyOf": [_TOKEN, {"type": "string"}]}},
+            ]
+        }
+    ),
+]
+PoolName = Annotated[
+    StrictStr,
+    WithJsonSchema(
+        {"type": "string", "maxLength": NAME_MAX, "pattern": "^(?!auto$)(?![0-9]+$)[A-Za-z0-9_][A-Za-z0-9_.:@+-]*$"}
+    ),
+]
+
+
+Message = Annotated[
+    dict[str, Any],
+    WithJsonSchema({"type": "object", "required": ["role"], "properties": {"role": {"type": "string"}}}),
+]
+
+
+def _exactly_one_source(schema: dict[str, Any]) -> None:
+    """A source is given when it is there and not null. Only messages go with tools and the like."""
+    given, absent = {"not": {"type": "null"}}, {"type": "null"}
+    alone = dict.fromkeys(_WITH_MESSAGES, absent)
+    schema["oneOf"] = [
+        {"required": [name], "properties": {name: given} | ({} if name == "messages" else alone)}
+        for name in _SOURCES
+        if name in schema["properties"]
+    ]
 
 
 class _Body(BaseModel):
@@ -25,9 +75,11 @@ class _Body(BaseModel):
 class SourceFields(_Body):
     """Where tokens come from."""
 
-    tokens: list[StrictInt] | None = None
-    prompt: StrictStr | list[StrictInt | StrictStr] | None = None
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)] | None = None
+    model_config = ConfigDict(json_schema_extra=_exactly_one_source)
+
+    tokens: Tokens | None = None
+    prompt: Prompt | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
     tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -41,7 +93,7 @@ class SourceFields(_Body):
                 raise RequestError(f"one of {listed} is needed")
             raise RequestError(f"only one of {listed} can be given, not {' and '.join(given)}", param=given[1])
         if self.messages is None:
-            for name in ("tools", "chat_template_kwargs"):
+            for name in _WITH_MESSAGES:
                 if getattr(self, name) is not None:
                     raise RequestError(f"{name} only go with messages", param=name)
         from_session: str | None = getattr(self, "from_session", None)
@@ -58,7 +110,7 @@ class SourceFields(_Body):
 
 class _Pool(SourceFields):
     from_session: Annotated[StrictStr, Field(min_length=1, max_length=256)] | None = None
-    name: StrictStr | None = None
+    name: PoolName | None = None
     pin: StrictBool | None = None
     ttl_s: Annotated[float, Field(ge=0, le=MAX_TTL_S, strict=True)] | None = None
 
@@ -70,7 +122,7 @@ class CreateBody(_Pool):
 class ForkBody(_Pool):
     """``POST /polykv/pools/{id}/fork``."""
 
-    own_tokens: list[StrictInt] | None = None
+    own_tokens: Tokens | None = None
     branch_pos: Annotated[StrictInt, Field(ge=0, lt=2**31)] | None = None
     exact: StrictBool | None = None
 
