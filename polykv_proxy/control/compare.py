@@ -198,10 +198,5 @@ class Comparer:
             self.seen.open(self._watch.epoch)
             seen = Seen(pool.pool_id, pool.prefix_len, self._version, for_all=True)
             self.seen.remember(chain[-1], pool.pool_id, seen)
-            if not self._continued(pool):
+            if not self._tree.is_continued(pool.pool_id):  # else a chat may match another pool further
                 self.seen.remember(chain[-1], None, seen)
-
-    def _continued(self, pool: Pool) -> bool:
-        """Whether another pool starts with all of this one's tokens: a chat may match that one further."""
-        n, tree = pool.prefix_len, self._tree
-        return any(p.prefix_len > n and tree.hash_at(p.pool_id, n) == pool.tokens_hash for p in tree)

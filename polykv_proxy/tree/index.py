@@ -130,6 +130,11 @@ class PrefixIndex:
         """Give the best pool among all that start with the first ``n_tokens`` tokens of this one."""
         return self._run_through(pool_id, n_tokens)[0].best_from(n_tokens)
 
+    def goes_on(self, pool_id: PoolId) -> bool:
+        """Whether another pool starts with all tokens of this one, and has more."""
+        node = self._at[pool_id][0]
+        return bool(node.sides) or node is not node.block.run.last
+
     def _run_through(self, pool_id: PoolId, n_tokens: int) -> tuple[Run, int]:
         """The run on the way to a pool that has token ``n_tokens`` - 1, and how many runs were looked at."""
         node, n_steps = self._at[pool_id][0], 1

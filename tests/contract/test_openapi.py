@@ -145,6 +145,40 @@ async def test_the_page_is_served_behind_the_key(proxy: Proxy, make_proxy: Any) 
 schema = schemathesis.openapi.from_dict(PAGE)
 schema.config.seed = 1
 
+SOME = {"POST /polykv/pools": {"tokens": [1]}, "POST /polykv/match": {"prompt": "x"}}
+
+
+async def say_all(proxy: Proxy, **kw: Any) -> set[tuple[int, str]]:
+    """Ask every route something plain. What comes back is what the page says; (status, code) of the errors."""
+    refused = set()
+    for verb, path in OPERATIONS:
+        body = SOME.get(f"{verb} {path}", {"own_tokens": [1]} if path.endswith("/fork") else None)
+        url = path.replace("{ref}", "1").replace("{sid}", "agent")
+        answer = await proxy.client.request(verb, url, json=body, **kw)
+        schema[path][verb].validate_response(answer)
+        if answer.status_code >= 400 and path != "/polykv/health":
+            refused.add((answer.status_code, answer.json()["error"]["code"]))
+    return refused
+
+
+async def test_what_is_said_without_a_fitting_engine_is_on_the_page_too(make_proxy: Any) -> None:
+    async with FakeEngine(hooks=False) as engine, make_proxy(engine.url) as proxy:
+        assert await say_all(proxy) == {(501, "engine_unpatched"), (404, "session_not_found")}
+    async with FakeEngine(share="swa") as engine, make_proxy(engine.url) as proxy:
+        assert (501, "sharing_unsupported") in await say_all(proxy)
+    async with make_proxy("http://127.0.0.1:1") as proxy:
+        assert (503, "upstream_unavailable") in await say_all(proxy)
+    async with FakeEngine() as engine, make_proxy(engine.url) as proxy:
+        await proxy.pool([1, 2])
+        engine.loading = True
+        assert (503, "loading") in await say_all(proxy)
+
+
+async def test_what_is_said_without_a_key_is_on_the_page_too(make_proxy: Any) -> None:
+    async with FakeEngine() as engine, make_proxy(engine.url, admin_key="a", api_key="d") as proxy:
+        assert await say_all(proxy) == {(401, "invalid_api_key")}
+        assert await say_all(proxy, headers={"Authorization": "Bearer d"}) == {(403, "forbidden")}
+
 
 @schema.hook
 def map_path_parameters(context: Any, path_parameters: Any) -> Any:

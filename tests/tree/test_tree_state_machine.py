@@ -211,6 +211,11 @@ class TreeAgainstModel(RuleBasedStateMachine):
             assert self.tree.hash_at(pool.pool_id, 1) == hash_tokens(full[:1])
             if naive.name is not None:
                 assert self.tree.get(naive.name) is pool
+            continued = any(
+                len(other.tokens) > len(full) and other.tokens[: len(full)] == naive.tokens
+                for other in self.model.values()
+            )
+            assert self.tree.is_continued(pool.pool_id) == continued
             children = {child.pool_id for child in self.tree.children(pool.pool_id)}
             assert children == {i for i, other in self.model.items() if other.parent == pool_id}
 
