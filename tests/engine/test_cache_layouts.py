@@ -55,6 +55,8 @@ LAYOUTS = [
     Layout("recurrent-unified", "recurrent", (), "zero-copy", "checkpoint"),
     Layout("recurrent-split", "recurrent", SPLIT, "copy", "none", FEW),
     Layout("draft-unified", "dense", ("--spec-type", "draft-simple"), draft=True),
+    Layout("draft-sliding", "sliding", ("--swa-full", "--spec-type", "draft-simple"), draft=True),
+    Layout("draft-hybrid", "hybrid", ("--spec-type", "draft-simple"), "zero-copy", "checkpoint", draft=True),
     Layout("draft-split", "dense", ("--spec-type", "draft-simple", *SPLIT), "copy", "copy", FEW, draft=True),
 ]
 SLIDING_WITHOUT = Layout("sliding-without", "sliding", (), "none", "none")

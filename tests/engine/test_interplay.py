@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from .conftest import POOLS, SMALL, Launcher
+from .conftest import POOLS, SMALL, Launcher, layout_flags
 from .divergence import bound, mean_divergence
 from .hooks import Answer, Engine, Refused, Running, answer
 from .noise import Noise
-from .tiny_models import write_tiny_lora
+from .tiny_models import tiny_model_path, write_tiny_lora
 
 pytestmark = pytest.mark.engine
 
@@ -175,9 +175,11 @@ def test_epoch_differs_between_two_starts(launch: Launcher) -> None:
     assert launch.pooled("dense").stats()["epoch"] != launch.pooled("dense").stats()["epoch"]
 
 
-def test_draft_model(launch: Launcher, noise: Noise, dense_path: Path) -> None:
+@pytest.mark.parametrize("model", ["dense", "sliding", "hybrid", "recurrent"])
+def test_draft_model(launch: Launcher, noise: Noise, chat_model: Path, model: str) -> None:
     """Speculative decoding with the model as its own draft: every draft is right, so the draft's cache must be, too."""
-    engine = launch.pooled("dense", "--spec-type", "draft-simple", "-md", str(dense_path))
+    path = tiny_model_path(model, chat_model)
+    engine = launch.pooled(model, "--spec-type", "draft-simple", "-md", str(path))
     trunk = noise(1, TRUNK_LEN)
     root = engine.materialize(trunk)
     prompt = trunk + noise(2, 20)
@@ -237,19 +239,20 @@ def test_kv_types(launch: Launcher, noise: Noise, kind: str) -> None:
     assert engine.stats()["kv_bytes_per_token"] > 0
 
 
-@pytest.mark.parametrize("model", ["dense", "hybrid"])
+@pytest.mark.parametrize("model", ["dense", "sliding", "hybrid", "recurrent"])
 def test_split_cache_copies_and_answers_the_same(launch: Launcher, noise: Noise, model: str) -> None:
     """Without --kv-unified a share is a copy: nothing is prefilled, nothing is shared, the answer is the same."""
-    engine = launch("patched", model, "-c", "16384", "--parallel", "4", *POOLS)
+    engine = launch("patched", model, "-c", "16384", "--parallel", "4", *POOLS, *layout_flags(model))
     trunk = noise(1, TRUNK_LEN)
     root = engine.materialize(trunk)
-    assert engine.cells_used() == TRUNK_LEN
+    has_cells = model != "recurrent"
+    assert engine.cells_used() == has_cells * TRUNK_LEN
     for prompt in (trunk + noise(2, 20), trunk[:250] + noise(2, 20)):
         pooled = engine.ask(prompt, 24, slot=0, pool=root["seq"])
-        assert engine.cells_used() == TRUNK_LEN + len(prompt) + 23
+        assert engine.cells_used() == has_cells * (TRUNK_LEN + len(prompt) + 23)
         whole = prompt[:TRUNK_LEN] == trunk
         assert pooled.pool_n == 0
-        assert pooled.cache_n == (TRUNK_LEN if whole else 250) or (model == "hybrid" and not whole)
+        assert pooled.cache_n == (TRUNK_LEN if whole else 250 if model in ("dense", "sliding") else 0)
         assert pooled.tokens == engine.full(prompt, 24, slot=1).tokens
         engine.erase(0)
         engine.erase(1)
