@@ -8,9 +8,6 @@ A request is counted before it goes out, because an engine without room stops so
     4. Wait, first come first served, while running requests may still give cells back.
     5. ``KvExhaustedForRequest``.
 
-A place in the line for slots comes before a place in this one: whoever stands in that line is promised nothing. Else it
-could wait for the slot of somebody who waits for the cells that it was promised.
-
 How many cells can be had is never known exactly, only from below, in two ways; the better one counts:
 
     what is free, and what idle slots hold alone (the engine purges them by itself);
@@ -24,12 +21,13 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
+from polykv_proxy.control.promises import Promises, this_task
 from polykv_proxy.control.retention import Retention
 from polykv_proxy.control.watch import EngineWatch
-from polykv_proxy.errors import InvariantError, KvExhaustedForRequest, PolyKVError
-from polykv_proxy.ids import PoolId, SessionId
+from polykv_proxy.errors import KvExhaustedForRequest, PolyKVError
+from polykv_proxy.ids import PoolId
 from polykv_proxy.sessions import SessionBook
 from polykv_proxy.slots import SlotBook
 from polykv_proxy.tree.eviction import held_cells, with_ancestors, with_holders
@@ -56,16 +54,6 @@ the engine would cut somebody short, or refuse the prompt itself, as soon as it 
 
 _NOT_STARTED = ("idle", "started")
 """A slot in one of these states drops what its request does not reuse before it takes a cell."""
-
-
-@dataclass(slots=True, eq=False)
-class _Promise:
-    """Not ``counted``: it is only known that it will come, and for which pool."""
-
-    n_cells: int
-    pool_id: PoolId | None
-    session: SessionId | None
-    counted: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +87,8 @@ class Sequences(Protocol):
         """Give its sequence back; the pool stays, cold."""
 
 
-class Room:
-    """``sequences`` and ``retention`` are set by who has them.
-
-    A promise belongs to the task that serves the request, and ends with ``settled`` or with the task.
-    """
+class Room(Promises):
+    """``sequences`` and ``retention`` are set by who has them."""
 
     sequences: Sequences
     retention: Retention
@@ -117,58 +102,20 @@ class Room:
         watch: EngineWatch,
         clock: Callable[[], float],
     ):
-        self._tree, self._sessions, self._slots, self._watch, self._clock = tree, sessions, slots, watch, clock
-        self._promises: dict[asyncio.Task[Any], _Promise] = {}
+        super().__init__(sessions, slots, watch)
+        self._tree, self._clock = tree, clock
         self._kept: list[tuple[float, int]] = []
         self._making = asyncio.Lock()
         self._line = asyncio.Lock()
         self._n_in_line = 0
         self._known: _Known | None = None
-        self._changed = asyncio.Event()
         self._dismissed: PolyKVError | None = None
         self.max_wait_s = MAX_WAIT_S
-
-    # Promises ------------------------------------------------------------------------------------------------------
-
-    def promise(self, n_cells: int, pool_id: PoolId | None = None, session: SessionId | None = None) -> None:
-        """Count these cells as taken, and the pool as used, until ``settled``. Replaces this task's last promise."""
-        self._promises[_this_task()] = _Promise(n_cells, pool_id, session)
-
-    def announce(self, pool_id: PoolId | None, session: SessionId | None) -> None:
-        """It comes later, and needs nothing until it is counted then. The pool counts as used."""
-        self._promises[_this_task()] = _Promise(0, pool_id, session, counted=False)
-
-    def put_off(self) -> None:
-        """This task has to wait for something else first: others may have its cells, and it is counted anew."""
-        own = self._promises.get(_this_task())
-        if own is not None and own.counted:
-            self.announce(own.pool_id, own.session)
-            self._changed.set()
-
-    def is_put_off(self) -> bool:
-        """This task was announced, and not counted since."""
-        own = self._promises.get(_this_task())
-        return own is not None and not own.counted
-
-    def settled(self) -> None:
-        """What this task was promised is used up or not needed any more."""
-        if self._promises.pop(_this_task(), None) is not None:
-            self._changed.set()
 
     def kept(self, n_cells: int) -> None:
         """A pool was made and keeps these cells, whether or not the last stats show it yet."""
         self._kept = [(at_s, n) for at_s, n in self._kept if at_s >= self._watch.asked_s]
         self._kept.append((time.monotonic(), n_cells))
-
-    def comes_back(self) -> bool:
-        """Whether this request has to stand in line for a slot first, and is decided anew when it has one.
-
-        Cells for everybody in that line would be counted long before they are needed.
-        """
-        own = self._promises.get(_this_task())
-        if own is not None:
-            return False
-        return self._slots.n_waiting > 0 or self._slots.n_held >= self._slots.n_slots
 
     # Asking --------------------------------------------------------------------------------------------------------
 
@@ -304,13 +251,6 @@ class Room:
                 used.add(pool.pool_id)
         return with_holders(self._tree, with_ancestors(self._tree, used))
 
-    def _live(self) -> "list[tuple[asyncio.Task[Any], _Promise]]":
-        """Promises of tasks that are still at it; those of others end here."""
-        done = [task for task in self._promises if task.done()]
-        for task in done:
-            del self._promises[task]
-        return list(self._promises.items())
-
     # Counting ------------------------------------------------------------------------------------------------------
 
     def _victim(self) -> Pool | None:
@@ -336,16 +276,6 @@ class Room:
         promised = sum(p.n_cells for task, p in self._live() if not self._arrived(task, p, running))
         return n_room - promised - sum(_still_to_come(slot) for slot in busy)
 
-    def _arrived(self, task: "asyncio.Task[Any]", promise: _Promise, running: frozenset[int]) -> bool:
-        """It is this task's own, or the stats show it already: it was sent before they were asked for, and runs."""
-        if task is _this_task():
-            return True
-        session = self._sessions.get(promise.session) if promise.session is not None else None
-        if session is None:
-            return False
-        asked_s = self._watch.asked_s
-        return any(t.slot_id in running and t.sent_s is not None and t.sent_s < asked_s for t in session.turns.values())
-
     def _n_spared(self, n_cells: int, n_first: int) -> int:
         """What this request must leave besides its own cells, as long as waiting can help."""
         stats = self._watch.stats
@@ -357,7 +287,7 @@ class Room:
         stats = self._watch.stats
         if stats is None or stats.cells is None:
             return False
-        others = any(task is not _this_task() for task, _ in self._live())
+        others = any(task is not this_task() for task, _ in self._live())
         if not others and all(slot.idle for slot in stats.slots):
             return False
         now_s = self._clock()
@@ -404,10 +334,3 @@ def _n_growing(stats: Stats) -> int:
 def _growth(slot: SlotStats) -> float:
     """Cells that a busy slot may take until the heartbeat after the next one."""
     return max(GROWTH_MIN_CELLS, LOOK_AHEAD_S * (slot.tps_ewma or 0.0))
-
-
-def _this_task() -> "asyncio.Task[Any]":
-    task = asyncio.current_task()
-    if task is None:
-        raise InvariantError("cells are promised to a task")
-    return task
