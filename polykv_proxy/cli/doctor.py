@@ -7,7 +7,7 @@ import typer
 from polykv_proxy.cli.output import DEFAULT_URL, AdminKey, AsJson, Url, echo_json, ending_well, make_console
 
 if TYPE_CHECKING:
-    from rich.text import Text
+    from rich.console import Console
 
 _STYLES = {"error": "bold red", "warning": "yellow", "info": "cyan"}
 
@@ -24,23 +24,20 @@ def doctor(url: Url = DEFAULT_URL, admin_key: AdminKey = None, as_json: AsJson =
     else:
         console = make_console()
         for finding in findings:
-            console.print(_finding(finding), soft_wrap=False)
+            _print(console, finding)
         console.print(_summary(findings))
     if any(finding["severity"] == "error" for finding in findings):
         raise typer.Exit(1)
 
 
-def _finding(finding: dict[str, Any]) -> "Text":
+def _print(console: "Console", finding: dict[str, Any]) -> None:
+    from rich.padding import Padding
     from rich.text import Text
 
     severity = str(finding["severity"])
-    return Text.assemble(
-        (f"{severity:<8}", _STYLES.get(severity, "")),
-        (f" {finding['id']}\n", "bold"),
-        f"  {finding['what']}:\n  {finding['why']}.\n",
-        ("  → ", "green"),
-        f"{finding['do']}\n",
-    )
+    console.print(Text.assemble((f"{severity:<8}", _STYLES.get(severity, "")), (f" {finding['id']}", "bold")))
+    console.print(Padding(f"{finding['what']}: {finding['why']}.", (0, 0, 0, 2)))
+    console.print(Padding(Text.assemble(("→ ", "green"), finding["do"]), (0, 0, 1, 2)))
 
 
 def _summary(findings: list[dict[str, Any]]) -> str:

@@ -39,6 +39,7 @@ def collect_facts(
     cells = stats.cells
     in_use = room.in_use()
     residents = tree.residents()
+    attached = {session.pool_id for session in sessions if not session.closed}
     return Facts(
         engine=watch.state,
         engine_url=settings.upstream_url,
@@ -75,6 +76,9 @@ def collect_facts(
         n_resident=len(residents) if answers else None,
         n_idle_pools=sum(not pool.pin and pool.pool_id not in in_use for pool in residents),
         n_idle_cells=room.n_evictable() if known else None,
+        n_orphaned_pins=sum(
+            pool.pin and not tree.children(pool.pool_id) and pool.pool_id not in attached for pool in tree
+        ),
         n_live_sessions=sum(sessions.is_live(session.session_id, now_s) for session in sessions),
         hosts=settings.hosts,
         has_admin_key=settings.admin_key is not None,

@@ -35,7 +35,12 @@ OF_ENGINE: list[Check] = [
     flags.media,
 ]
 
-OF_USE: list[Check] = [use.idle_pools, use.more_pools_than_sequences, use.more_sessions_than_slots]
+OF_USE: list[Check] = [
+    use.idle_pools,
+    use.orphaned_pins,
+    use.more_pools_than_sequences,
+    use.more_sessions_than_slots,
+]
 
 
 def examine(facts: Facts) -> list[Finding]:

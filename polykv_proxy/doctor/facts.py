@@ -56,6 +56,7 @@ class Facts:
     n_resident: int | None = None
     n_idle_pools: int | None = None
     n_idle_cells: int | None = None
+    n_orphaned_pins: int | None = None
     n_live_sessions: int | None = None
 
     hosts: tuple[str, ...] = ()

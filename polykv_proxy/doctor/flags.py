@@ -67,13 +67,14 @@ def cache_ram(facts: Facts) -> Finding | None:
 
 
 def cache_idle_slots(facts: Facts) -> Finding | None:
-    if not facts.flags.cache_idle_slots:
+    if not facts.flags.cache_idle_slots or facts.kv_unified is False:
         return None
     return Finding(
         "idle_slots_cleared",
         "warning",
         "llama-server empties idle slots whenever a request starts (--cache-idle-slots, its default)",
-        "a session without a pool finds its history gone when others came in between, and is not what its slot holds",
+        "a session without a pool comes back by a copy from host memory, or by a prefill once --cache-ram is full, and "
+        "from_session finds its slot empty",
         "--no-cache-idle-slots, as `polykvctl up` does",
     )
 

@@ -47,6 +47,19 @@ def idle_pools(facts: Facts) -> Finding | None:
     )
 
 
+def orphaned_pins(facts: Facts) -> Finding | None:
+    if not facts.n_orphaned_pins:
+        return None
+    n = facts.n_orphaned_pins
+    return Finding(
+        "orphaned_pins",
+        "info",
+        f"{n} pinned pool{' has' if n == 1 else 's have'} neither sessions nor children",
+        "pinned pools stay in the cache under pressure, used or not",
+        "`polykvctl pools unpin` those that nobody waits for (orphaned_pin in `polykvctl pools ls --json`)",
+    )
+
+
 def no_admin_key(facts: Facts) -> Finding | None:
     if facts.has_admin_key is not False or all(is_loopback(host) for host in facts.hosts):
         return None

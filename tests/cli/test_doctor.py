@@ -41,7 +41,8 @@ def test_exit_status_by_the_worst_finding(severities: list[str], status: int, su
 
 def test_a_finding_says_what_why_and_what_to_do() -> None:
     result, _ = run([finding("batch_large", "warning")])
-    assert result.stdout.splitlines()[:4] == ["warning  batch_large", "  a fact:", "  it costs.", "  → change it"]
+    lines = [line.rstrip() for line in result.stdout.splitlines()]
+    assert lines[:4] == ["warning  batch_large", "  a fact: it costs.", "  → change it", ""]
 
 
 def test_json_is_the_answer_and_the_status_the_same() -> None:

@@ -72,6 +72,12 @@ def test_a_sliding_window_that_cannot_share(chat_model: Path, tmp_path: Path, no
         assert "--swa-full" in log_of(client)
 
 
+def test_an_engine_without_pools(chat_model: Path, tmp_path: Path, noise: Noise) -> None:
+    with client_of(chat_model, tmp_path, noise, "--polykv-max-pools", "0") as client:
+        status, findings = examined(client.stack.url)
+        assert (status, findings["engine_without_pools"]) == (1, "error")
+
+
 def test_a_split_cache_is_told_with_its_streams(chat_model: Path, tmp_path: Path, noise: Noise) -> None:
     with client_of(chat_model, tmp_path, noise, "--no-kv-unified", "-c", "33792", "--polykv-max-pools", "6") as client:
         status, findings = examined(client.stack.url)
