@@ -75,7 +75,7 @@ start = utils.ServerProcess.start
 def start_with_our_model(self, *args, **kwargs):
     self.model_hf_repo = self.model_hf_file = self.model_url = None
     self.model_file = os.environ["UPSTREAM_TESTS_MODEL"]
-    self.n_threads = self.n_threads or 2
+    self.n_threads = self.n_threads or 1  # two wait for each other on a busy machine
     return start(self, *args, **kwargs)
 
 utils.ServerProcess.start = start_with_our_model
