@@ -183,9 +183,13 @@ class Comparer:
         if target is not None and pool_id != target:
             return  # the session's pool did not fit: that is about the whole tree, not about it
         seen = Seen(pool_id, compared.prefix_n_tokens, version, exact=True, whole_n_tokens=n_tokens)
-        self.seen.remember(chat.whole, target, seen)
-        if chat.chain and compared.prefix_n_tokens <= n_tokens - MARGIN_TOKENS:
-            self.seen.remember(chat.chain[-1], target, Seen(pool_id, compared.prefix_n_tokens, version))
+        targets = {target}
+        if compared.pool is not None and compared.prefix_n_tokens == compared.pool.prefix_len:
+            targets.add(pool_id)  # at its next turn the session has this pool
+        for known in targets:
+            self.seen.remember(chat.whole, known, seen)
+            if chat.chain and compared.prefix_n_tokens <= n_tokens - MARGIN_TOKENS:
+                self.seen.remember(chat.chain[-1], known, Seen(pool_id, compared.prefix_n_tokens, version))
 
     def forget_deepest(self) -> None:
         """The tree changed: another pool may be the deepest match now."""

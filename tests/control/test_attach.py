@@ -240,6 +240,18 @@ async def test_a_growing_conversation_is_rendered_until_growing_is_known_to_keep
     assert n_renders(plane) == n + 3
 
 
+async def test_the_deepest_match_that_was_found_is_known_as_the_sessions_pool_too(plane):
+    await plane.create(prompt="<|im_start|>system\nYou are an agent with very many tools", name="a")
+    for body in (chat("x"), chat("x", "y")):
+        await decide(plane, body=body)  # so that growing is known
+    found = await decide(plane, body=chat(LONG))
+    n = n_renders(plane)
+    assert (await decide(plane, body=chat(LONG), pool_ref="a")) == found
+    grown = await decide(plane, body=chat(LONG, LONG), pool_ref="a")
+    assert (grown.pool_id, grown.prefix_n_tokens, grown.exact) == (1, found.prefix_n_tokens, False)
+    assert n_renders(plane) == n
+
+
 class DropsReasoning(Template):
     """Reasoning is only shown behind the last question, as by Qwen3 and others."""
 
