@@ -72,10 +72,14 @@ class DryRun:
                 at = next(i for i, token in enumerate(tokens) if token >= n_vocab)
                 raise RequestError(f"tokens[{at}] is no token id of this model: {tokens[at]}", param="tokens")
             return tokens, False
-        if source.prompt is not None:
-            rendered = await self._engine.render(COMPLETION, {"prompt": source.prompt})
-        else:
-            rendered = await self._engine.render(CHAT, _chat(source, source.messages or []))
+        try:
+            if source.prompt is not None:
+                rendered = await self._engine.render(COMPLETION, {"prompt": source.prompt})
+            else:
+                rendered = await self._engine.render(CHAT, _chat(source, source.messages or []))
+        except RequestError as e:
+            e.param = e.param or source.kind
+            raise
         return rendered.tokens, rendered.has_media or rendered.n_prompts != 1
 
     async def _divergence(

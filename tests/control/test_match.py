@@ -71,6 +71,8 @@ async def test_a_cold_pool_stays_cold(plane):
 async def test_a_token_that_the_model_does_not_have_is_named(plane):
     error = await plane.refused(400, "invalid_request", "POST", "/polykv/match", {"tokens": [1, 300]})
     assert (error["param"], error["message"][:9]) == ("tokens", "tokens[1]")
+    error = await plane.refused(400, "invalid_request", "POST", "/polykv/match", {"messages": [{"content": "x"}]})
+    assert error["param"] == "messages"
 
 
 async def test_where_nothing_matches_it_says_how_far_the_nearest_went(plane):
