@@ -118,6 +118,7 @@ class Attacher:
             gen=held.gen,
             epoch=held.epoch,
             asked=pool.pool_id,
+            seen=found.seen,
         )
 
     def _cannot_attach(self) -> str | None:
@@ -238,8 +239,10 @@ class Attacher:
         stats = self._watch.stats
         if stats is not None and (stats.recurrent or (stats.swa is not None and stats.swa.n_swa > 0)):
             return "swa_or_recurrent"
-        if got > 0 and not plan.exact:
-            return "diverged"
+        if plan.seen is not None:
+            self._comparer.seen.doubt(plan.seen)
+            if got > 0:
+                return "diverged"
         return "not_resident"
 
 

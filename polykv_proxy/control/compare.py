@@ -37,7 +37,8 @@ class Unpooled(Exception):
 class Comparison:
     """A prompt against the pools. ``n_tokens`` of the (shortest) prompt; None = not rendered.
 
-    ``n_prompts``, ``n_total``: prompts that the engine works on at the same time, and their tokens.
+    ``n_prompts``, ``n_total``: prompts that the engine works on at the same time, and their tokens. ``seen``: what was
+    remembered instead of comparing.
     """
 
     pool: Pool | None = None
@@ -46,6 +47,7 @@ class Comparison:
     exact: bool = True
     n_prompts: int = 1
     n_total: int | None = None
+    seen: Seen | None = None
 
 
 class Comparer:
@@ -81,7 +83,7 @@ class Comparer:
             if seen is not None:
                 pool = self._tree.find(seen.pool_id) if seen.pool_id is not None else None
                 n_whole = seen.whole_n_tokens
-                return Comparison(pool, seen.n_tokens, n_whole, seen.exact, n_total=n_whole)
+                return Comparison(pool, seen.n_tokens, n_whole, seen.exact, n_total=n_whole, seen=seen)
         version = self._version
         if prompts is None:
             prompts = await self.render(request)
@@ -186,10 +188,11 @@ class Comparer:
         targets = {target}
         if compared.pool is not None and compared.prefix_n_tokens == compared.pool.prefix_len:
             targets.add(pool_id)  # at its next turn the session has this pool
+        part = Seen(pool_id, compared.prefix_n_tokens, version)
         for known in targets:
             self.seen.remember(chat.whole, known, seen)
             if chat.chain and compared.prefix_n_tokens <= n_tokens - MARGIN_TOKENS:
-                self.seen.remember(chat.chain[-1], known, Seen(pool_id, compared.prefix_n_tokens, version))
+                self.seen.remember(chat.chain[-1], known, part)
 
     def forget_deepest(self) -> None:
         """The tree changed: another pool may be the deepest match now."""

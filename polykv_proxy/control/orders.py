@@ -1,8 +1,9 @@
 """What control can be asked, as plain values: the routes and the relay build them, control carries them out."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from polykv_proxy.control.seen import Seen
 from polykv_proxy.errors import InvariantError
 from polykv_proxy.ids import PoolId, SeqId, SessionId
 
@@ -93,6 +94,8 @@ class AttachPlan:
     epoch: str | None = None
     asked: PoolId | None = None
     """The pool this was about, also when nothing came of it."""
+    seen: Seen | None = field(default=None, compare=False, repr=False)
+    """What was remembered of the prompt, if it was not rendered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

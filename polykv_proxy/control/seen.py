@@ -14,7 +14,8 @@ A rendering is skipped where the result is known to be the same as far as it mat
        where the two may part.
 
 What comes out of 2 and 3 goes to the engine as an upper limit, and the engine compares tokens itself: a template that
-looks at something nobody thought of costs time, never an answer.
+looks at something nobody thought of (the date, too) costs time, never an answer. What turned out to be wrong there is
+forgotten (``doubt``), so that it costs it once.
 
 What was compared with one certain pool stays true as long as that pool exists. What was found to be the deepest match
 is only good for the version of the tree it was found in. All of it belongs to one start of the engine, because the
@@ -184,6 +185,11 @@ class SeenBook:
         n_stem = len(tokens) - CUE_TOKENS
         if chat.chain and n_stem > 0:
             self._put(self._stems, chat.chain[-1], _Stem(n_stem, hash_tokens(tokens[:n_stem])))
+
+    def doubt(self, seen: Seen) -> None:
+        """Forget what the engine found to be otherwise."""
+        for key in [key for key, known in self._entries.items() if known is seen]:
+            del self._entries[key]
 
     def find(self, chat: Conversation, target: PoolId | None, version: int) -> Seen | None:
         """What is known of the body, else of the longest beginning that tells something about it."""

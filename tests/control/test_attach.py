@@ -252,6 +252,30 @@ async def test_the_deepest_match_that_was_found_is_known_as_the_sessions_pool_to
     assert n_renders(plane) == n
 
 
+async def test_what_the_engine_found_to_be_otherwise_is_not_remembered(plane):
+    """A template that prints the date: the same body is another prompt the next day."""
+
+    class Dated(Template):
+        day = "Monday"
+
+        def _chat(self, messages: list[dict[str, Any]], body: dict[str, Any]) -> tuple[str, bool]:
+            text, media = super()._chat(messages, body)
+            return f"{self.day}. {text}", media
+
+    plane.engine.template = Dated()
+    pool = await plane.create(messages=[SYSTEM], name="a")
+    plan = await decide(plane, body=chat(LONG))
+    assert (await run(plane, plan, body=chat(LONG)))["reason"] is None
+    Dated.day = "Monnight"
+    plan = await decide(plane, body=chat(LONG))
+    assert plan.prefix_n_tokens == pool["prefix_len"]
+    got = await run(plane, plan, body=chat(LONG), id_slot=1)
+    assert (got["timings"]["pool_n"], got["reason"]) == (len("Mon"), "diverged")
+    for body in (chat(LONG), chat(LONG.upper())):
+        plan = await decide(plane, body=body)  # it was rendered: three letters are no match
+        assert (plan.pool_id, plan.miss_reason) == (None, "diverged")
+
+
 class DropsReasoning(Template):
     """Reasoning is only shown behind the last question, as by Qwen3 and others."""
 
