@@ -71,6 +71,7 @@ class Slot(Sequence):
     n_prompt: int = 0
     n_cached: int = 0
     pool_seq: int = -1
+    pool_gen: int = -1
     n_pool_shared: int = 0
     n_decoded: int = 0
     n_decoded_cum: int = 0

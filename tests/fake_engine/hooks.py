@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from tests.fake_engine.cache import OutOfCells, PoolSeq, Sequence, lcp, tokens_hash
+from tests.fake_engine.cache import OutOfCells, PoolSeq, Sequence, Slot, lcp, tokens_hash
 from tests.fake_engine.toy import N_VOCAB, Refused
 
 if TYPE_CHECKING:
@@ -91,8 +91,8 @@ class Hooks:
                 "n_tokens": len(s.tokens),
                 "n_prompt": s.n_prompt,
                 "n_cached": s.n_cached,
-                "n_pool_shared": s.n_pool_shared,
-                "pool_seq": s.pool_seq,
+                "n_pool_shared": s.n_pool_shared if self._is_attached(s) else 0,
+                "pool_seq": s.pool_seq if self._is_attached(s) else -1,
                 "n_decoded_cum": s.n_decoded_cum,
                 "tps_ewma": 0.0,
             }
@@ -124,6 +124,11 @@ class Hooks:
             "slots": slots,
             "finished": list(e.finished),
         }
+
+    def _is_attached(self, slot: Slot) -> bool:
+        """What was shared with a pool that is gone is not called shared any more."""
+        pools = [p for p in self.engine.pools if p.seq == slot.pool_seq and p.state == "ready"]
+        return bool(pools) and pools[0].gen == slot.pool_gen and slot.n_pool_shared > 0
 
     async def _render(self, request: web.Request) -> dict[str, Any]:
         asked = await _body(request)
@@ -209,6 +214,8 @@ class Hooks:
         pool = self._target(int(asked.get("seq", -1)))
         pool.share_from(slot, len(slot.tokens) if n < 0 else n)
         self._ready(pool, asked, -1, 0)
+        slot.n_pool_shared = max(slot.n_pool_shared, len(pool.tokens))
+        slot.pool_seq, slot.pool_gen = pool.seq, pool.gen
         answer = self._answer(pool, len(pool.tokens), 0)
         return answer | {"tokens": pool.tokens} if asked.get("want_tokens") else answer
 

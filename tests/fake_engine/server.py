@@ -352,7 +352,7 @@ class FakeEngine:
         p = p if limit < 0 else min(p, limit)
         if p > n_own:
             slot.share_from(pool, p)
-            slot.pool_seq, slot.n_pool_shared = seq, p
+            slot.pool_seq, slot.pool_gen, slot.n_pool_shared = seq, pool.gen, p
             pool.n_attach += 1
 
     def _decode(self, slot: Slot, turn: Turn, body: dict[str, Any]) -> Any:
