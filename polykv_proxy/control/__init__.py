@@ -5,6 +5,10 @@ pools      plan → perform → commit or drop
 watch      what the engine is: reachable, patched, which start of it
 lease      one proxy per engine
 residency  what the engine holds, and single flight
+making     orders to the engine, and room for them
+retention  what stays and what goes: grace, pins and their budget
+keeping    pin, unpin, evict, flush
+ledger     who holds which cells
 sequences  the engine's sequences: order, find again, give back
 room       cells: does it fit, who leaves, who waits for whom
 attach     which pool a request gets, how far, and why not further

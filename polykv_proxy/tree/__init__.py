@@ -5,8 +5,9 @@ pool        one pool, and the plan of one that is still being made
 index       the longest-prefix index over all pools: exact tokens, cost by the prompt's length
 run         the stretches of tokens that the index is made of
 tree        ``PoolTree``: plan, commit, drop, match, release
+cells       which cells each sequence and slot holds: a shadow of the engine's cache
 accounting  who owns which KV cells, by ownership and never by membership
-eviction    who leaves the cache first, and how many cells the pools hold
+eviction    who stays, who leaves the cache first, and how many cells the pools hold
 view        the JSON of ``GET /polykv/pools`` from plain facts
 
 No asyncio, no HTTP, no logging, no clock in here: time comes in as ``now_s``. ``DESIGN.md`` beside this file tells

@@ -1,0 +1,273 @@
+"""The engine's sequences for pools: room for an order, the order, and giving sequences back.
+
+One prefill is with the engine at a time: it has one service slot, and what waits there cannot be called back. Room is
+made when the turn has come, cells and a sequence, and made again if the engine refuses: nobody overtakes.
+
+Whoever gets a sequence adopts it or gives it back in the same step. The ledger is told what each one shares.
+"""
+
+import asyncio
+import contextlib
+import logging
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+
+from polykv_proxy.control.ledger import Ledger
+from polykv_proxy.control.room import Room
+from polykv_proxy.control.sequences import EngineSequences
+from polykv_proxy.control.watch import EngineWatch
+from polykv_proxy.errors import (
+    ContextLengthExceeded,
+    InvariantError,
+    KvExhausted,
+    PrefixMismatch,
+    SeqIdsExhausted,
+    SequenceGone,
+    UpstreamRestarted,
+)
+from polykv_proxy.ids import PoolId, SeqId, SlotId
+from polykv_proxy.tree.pool import Pool
+from polykv_proxy.tree.prefix import Tokens
+from polykv_proxy.tree.tree import PoolTree
+from polykv_proxy.upstream import EngineClient, Materialized
+
+log = logging.getLogger("polykv.residency")
+
+MIN_MORE_TOKENS = 16
+"""Fewer tokens beyond the parent's range are not worth looking for somebody who holds them."""
+
+
+class PoolMaker(EngineSequences, ABC):
+    """Knows the tree, and changes in it only that what was evicted is cold."""
+
+    def __init__(
+        self, tree: PoolTree, engine: EngineClient, watch: EngineWatch, room: Room, is_ours: Callable[[], bool]
+    ):
+        super().__init__(engine, watch, is_ours)
+        self._tree, self._room = tree, room
+        self.ledger = Ledger(tree, watch)
+        self._needed: Counter[PoolId] = Counter()
+        self._evictions: set[asyncio.Task[int | None]] = set()
+        self._n_evicted = 0
+        # Orders wait here, where they can be seen and cancelled.
+        self._service = asyncio.Lock()
+
+    @abstractmethod
+    async def reconcile(self) -> None:
+        """Compare with what the engine lists."""
+
+    # Orders --------------------------------------------------------------------------------------------------------
+
+    async def materialize(
+        self, tokens: Tokens, parent: Pool | None, branch_pos: int, pool_id: PoolId
+    ) -> tuple[Materialized, bool]:
+        """Have the engine prefill a pool. Gives it, and whether it shares its parent's [0, branch_pos).
+
+        The caller must adopt the sequence or give it back in the same step. When nobody holds the parent's range, all
+        of [0, L) is prefilled. A pool that is on the tree shares more than that range if anybody holds it.
+
+        Raises:  ContextLengthExceeded (400), and as ``ensure``
+        """
+        n_ctx = self._watch.stats.n_ctx_slot if self._watch.stats is not None else None
+        if n_ctx is not None and len(tokens) >= n_ctx:
+            raise ContextLengthExceeded(n_prompt_tokens=len(tokens), n_ctx=n_ctx)  # before anybody is evicted for it
+        tag = f"pool-{pool_id}.{next(self._numbers)}"
+        self._tags.add(tag)
+        try:
+            with self._using(parent):
+                for _ in range(3):
+                    async with self._service:
+                        known = self._tree.find(pool_id)
+                        planned = (self.source(parent, branch_pos), branch_pos)
+                        source, n_shared = self.source_of(known) if known is not None else planned
+                        with self._using(source):
+                            made = await self._order_with_room(tokens, source, n_shared, tag, pool_id)
+                    if made is not None:
+                        return made, source is not None
+                    await self._watch.refresh()
+                    await self.reconcile()
+            raise UpstreamRestarted("the engine lost the parent's cells again and again")
+        except BaseException:
+            self.unsure = True
+            raise
+        finally:
+            self._room.settled()
+            self._tags.discard(tag)
+            self._n_changes += 1
+
+    async def _order_with_room(
+        self, tokens: Tokens, source: Pool | None, n_shared: int, tag: str, pool_id: PoolId
+    ) -> Materialized | None:
+        """Make room and order, again while that helps. None: the cells to share were not there any more."""
+        n_cells = len(tokens) - (n_shared if source is not None else 0)
+        for n_more_tries in reversed(range(3)):
+            await self._make_sequence()
+            await self._make_room(n_cells)
+            seq_id = source.seq_id if source is not None else None
+            if source is not None and seq_id is None:
+                return None
+            try:
+                made = await self.prefill(tokens, seq_id, n_shared, tag)
+            except (KvExhausted, SeqIdsExhausted) as e:
+                if await self._made_more_room(e, n_cells) and n_more_tries:
+                    continue
+                raise
+            except (SequenceGone, PrefixMismatch):
+                # The parent's cells went away, or another pool lives there, between look and order.
+                self.unsure = True
+                return None
+            self._room.kept(n_cells)
+            n_real = made.branch_pos if seq_id is not None else 0
+            self.ledger.book.filled(
+                SeqId(made.seq), made.gen, made.n_tokens, pool_id=pool_id, source=seq_id, n_shared=n_real
+            )
+            return made
+        return None
+
+    async def snapshot(self, id_slot: int, what: str) -> Materialized:
+        """Share all cells of a slot, and get their tokens. Adopt it or give it back in the same step.
+
+        Raises:  SessionNotResident, SeqIdsExhausted, SharingUnsupported
+        """
+        tag, period = f"{what}-snapshot.{next(self._numbers)}", self._period
+        self._tags.add(tag)
+        try:
+            await self._make_sequence()
+            self.ledger.sync()
+            try:
+                made = await self._engine.snapshot(id_slot, tag=tag, want_tokens=True)
+            except SeqIdsExhausted as e:
+                if not await self._made_more_room(e, 0):
+                    raise
+                made = await self._engine.snapshot(id_slot, tag=tag, want_tokens=True)
+            self.require_period(period)
+        except BaseException:
+            self.unsure = True
+            raise
+        finally:
+            self._tags.discard(tag)
+            self._n_changes += 1
+        self.ledger.book.snapshot(SeqId(made.seq), made.gen, made.n_tokens, SlotId(id_slot))
+        self._room.kept(made.n_tokens)
+        if made.epoch not in (None, self._watch.epoch):
+            await self._watch.refresh()
+        return made
+
+    def source(self, parent: Pool | None, branch_pos: int) -> Pool | None:
+        """Whose sequence to share [0, D) from: the parent's, or anybody's that holds the same tokens."""
+        if parent is None or branch_pos == 0 or parent.pool_id not in self._tree:
+            return None
+        return self._tree.holder(parent.pool_id, branch_pos)
+
+    def source_of(self, pool: Pool) -> tuple[Pool | None, int]:
+        """Whose sequence a pool that is not resident is best shared from, and how many of its tokens.
+
+        Its parent's range, or more if anybody holds more: a child may hold most of it.
+        """
+        parent = self._tree.find(pool.parent)
+        source = self.source(parent, pool.branch_pos)
+        best = (source, pool.branch_pos if source is not None else 0)
+        low, high = best[1] + MIN_MORE_TOKENS, pool.prefix_len - 1
+        while low <= high:
+            middle = (low + high + 1) // 2
+            holder = self._tree.holder(pool.pool_id, middle)
+            if holder is None:
+                high = middle - 1
+            else:
+                best, low = (holder, middle), middle + 1
+        return best
+
+    def n_free(self) -> int:
+        n_max = self._watch.stats.max_pools if self._watch.stats is not None else 0
+        return n_max - len(self._tree.residents()) - len(self._tags)
+
+    @contextlib.contextmanager
+    def using(self, pool: Pool) -> Iterator[None]:
+        """For so long neither this pool nor what it inherits is evicted."""
+        self._needed[pool.pool_id] += 1
+        try:
+            yield
+        finally:
+            self._needed[pool.pool_id] -= 1
+            if not self._needed[pool.pool_id]:
+                del self._needed[pool.pool_id]
+
+    @contextlib.contextmanager
+    def _using(self, pool: Pool | None) -> Iterator[None]:
+        with self.using(pool) if pool is not None else contextlib.nullcontext():
+            yield
+
+    # Room for them -------------------------------------------------------------------------------------------------
+
+    async def _make_sequence(self) -> None:
+        """Free a sequence for an order if all are taken. Whether there is one, the engine says."""
+        stats = self._watch.stats
+        if stats is not None and not self._watch.sleeping and len(self._tree.residents()) >= stats.max_pools:
+            await self._watch.refresh()  # who shares what with whom, before it is not said any more
+            await self._give_sequence()
+
+    async def _give_sequence(self) -> None:
+        pool = self._room.free_sequence_of()
+        if pool is None:
+            return
+        log.info("pool %s gives its sequence", pool.label)
+        await self.evict(pool)
+        heir = self._tree.holder(pool.pool_id) if pool.pool_id in self._tree else None
+        if heir is not None:
+            heir.used_s = max(heir.used_s, pool.last_use_s)  # it is kept for both of them now
+
+    async def _make_room(self, n_cells: int) -> None:
+        """Evict for an order. Whether it was enough, the engine says."""
+        if not self._room.fits(n_cells):
+            await self._room.make(n_cells)
+        self._room.promise(n_cells)
+
+    async def _made_more_room(self, refused: KvExhausted | SeqIdsExhausted, n_cells: int) -> bool:
+        """The engine refused an order. Gives whether something was evicted, so that it may try again."""
+        before = self._n_evicted
+        if isinstance(refused, SeqIdsExhausted):
+            await self._give_sequence()
+            if self._n_evicted == before:
+                refused.message = (
+                    "every sequence of the engine holds a pool that is pinned or in use: try again later, unpin or "
+                    "release one, or start the engine with a larger --polykv-max-pools"
+                )
+        else:
+            await self._room.make(n_cells)
+            missing = refused.extra.get("cells_missing")
+            if missing is not None:
+                # What could go, and would not be enough, is still there.
+                missing = refused.extra["cells_missing"] = max(1, missing - self._room.n_evictable())
+                refused.message = (
+                    f"the KV cache is full: this pool needs {n_cells} cells, {missing} are missing beside what is "
+                    "pinned or in use: try again later, unpin or release a pool, or start the engine with a larger -c"
+                )
+        return self._n_evicted > before
+
+    async def evict(self, pool: Pool) -> None:
+        """Give a pool's sequence back; the pool stays. Also when the caller leaves meanwhile."""
+        await self.evict_all([pool])
+
+    async def evict_all(self, pools: Sequence[Pool]) -> int | None:
+        """Give the sequences of these pools back, at once for who looks at the tree.
+
+        Gives the cells in use afterwards; None when the engine could not be asked.
+        """
+        seq_ids = [pool.seq_id for pool in pools if pool.seq_id is not None]
+        if len(seq_ids) < len(pools):
+            raise InvariantError("a pool without a sequence to give back")
+        self.ledger.sync()
+        self._n_evicted += len(seq_ids)
+        self.claim(seq_ids)
+        for pool in pools:
+            self._tree.set_residency(pool.pool_id, "cold")
+        task = asyncio.create_task(self.give_back_claimed(seq_ids), name="polykv-evict")
+        self._evictions.add(task)
+        task.add_done_callback(self._evictions.discard)
+        return await asyncio.shield(task)
+
+    async def _free(self, seq_id: SeqId) -> int | None:
+        if seq_id in self._giving:
+            self.ledger.book.freed(seq_id)
+        return await super()._free(seq_id)
