@@ -13,6 +13,7 @@ from polykv_proxy.config import load_settings
 from polykv_proxy.control import Control
 from polykv_proxy.routes import add_routes
 from tests.fake_engine import FakeEngine
+from tests.serving import Runner
 
 
 class Plane:
@@ -67,13 +68,13 @@ async def planes(
     control = Control(loaded, heartbeat_s=heartbeat_s, lease_ttl_s=lease_ttl_s)
     app = web.Application(client_max_size=control.settings.max_body_bytes)
     add_routes(app, control)
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
+    runner = Runner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
     await control.start()
     await runner.setup()
     try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        port = await runner.listen()
         async with aiohttp.ClientSession() as session:
-            yield Plane(control, engine, f"http://127.0.0.1:{runner.addresses[0][1]}", session)
+            yield Plane(control, engine, f"http://127.0.0.1:{port}", session)
     finally:
         await runner.cleanup()
         await control.stop()

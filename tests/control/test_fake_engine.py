@@ -1,7 +1,9 @@
 """The fake engine keeps the promises that the other tests build on."""
 
 import asyncio
+import contextlib
 import json
+import socket
 
 import aiohttp
 import pytest
@@ -125,3 +127,35 @@ async def test_plain_llama_server_has_no_hooks():
         status, answer = await post(engine, "/completion", {"prompt": "hi", "shared_pool_slot": 7})
         assert status == 200
         assert "pool_n" not in answer["timings"]
+
+
+@pytest.mark.parametrize("n_steps", range(6))
+async def test_nobody_stays_connected_to_a_killed_engine(n_steps):
+    """Also who was accepted that very moment, however far the event loop got with it."""
+    async with FakeEngine() as engine:
+        client = socket.create_connection(("127.0.0.1", engine.port))
+        client.setblocking(False)
+        with client:
+            for _ in range(n_steps):
+                await asyncio.sleep(0)
+            await engine.kill()
+            with contextlib.suppress(ConnectionResetError):
+                assert await asyncio.wait_for(asyncio.get_running_loop().sock_recv(client, 1), 5) == b""
+
+
+async def test_a_killing_under_way_is_waited_for():
+    hold = Hold()
+    async with FakeEngine() as engine, aiohttp.ClientSession() as session:
+        engine.on("list", "request", hold)
+        engine.on("stats", "request", engine.die())
+        asked = [asyncio.create_task(session.get(engine.url + "/polykv/engine/pools"))]
+        await hold.reached()
+        asked.append(asyncio.create_task(session.get(engine.url + "/polykv/engine/stats")))
+        for _ in range(10_000):
+            if not engine.running:
+                break
+            await asyncio.sleep(0)  # by single steps: it has only begun to die
+        await engine.kill()
+        assert [received.left for received in engine.received] == [True, True]
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        assert all(isinstance(answer, aiohttp.ClientError) for answer in answers)

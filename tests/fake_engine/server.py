@@ -15,6 +15,7 @@ from tests.fake_engine.dialects import Turn, dialect, dump
 from tests.fake_engine.faults import Action, Faults, Received
 from tests.fake_engine.hooks import Hooks
 from tests.fake_engine.toy import ATTACHABLE, Refused, Template
+from tests.serving import Runner
 
 FULL = "the KV cache is full: no cells left for this prompt"
 
@@ -56,8 +57,8 @@ class FakeEngine:
         self.loading = False
         self.port = 0
         self.n_starts = 0
-        self._runner: web.AppRunner | None = None
-        self._killing: set[asyncio.Task[None]] = set()
+        self._runner: Runner | None = None
+        self._ending: asyncio.Task[None] | None = None
 
     # life ----------------------------------------------------------------------------------------------------------
 
@@ -74,6 +75,7 @@ class FakeEngine:
 
     async def start(self) -> None:
         """Fresh state, new epoch, the same port as before if it ran before."""
+        await self._ended()
         self.n_starts += 1
         self.sleeping = False
         self._new_context()
@@ -82,11 +84,9 @@ class FakeEngine:
         self.n_deferred = 0
         self.hooks = Hooks(self)
         app = self._application()
-        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.05, access_log=None)
+        self._runner = Runner(app, handler_cancellation=True, shutdown_timeout=0.05, access_log=None)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True)
-        await site.start()
-        self.port = self._runner.addresses[0][1]
+        self.port = await self._runner.listen(self.port)
 
     def _new_context(self) -> None:
         self.epoch = f"{secrets.token_hex(6)}.{self.n_starts}"
@@ -127,16 +127,25 @@ class FakeEngine:
         return self._runner is not None
 
     async def kill(self) -> None:
-        """As kill -9: every connection is reset, nothing listens."""
+        """As kill -9: every connection is reset, nothing listens. Returns when it is over, whoever killed it."""
+        self._die()
+        await self._ended()
+
+    def _die(self) -> None:
         runner, self._runner = self._runner, None
-        if runner is None:
-            return
-        for site in list(runner.sites):
-            await site.stop()
+        if runner is not None:
+            self._ending = asyncio.create_task(self._end(runner, self.hooks))
+
+    async def _ended(self) -> None:
+        if self._ending is not None:
+            await asyncio.shield(self._ending)
+
+    async def _end(self, runner: Runner, hooks: Hooks) -> None:
+        await runner.deafen()
         for handler in list(runner.server.connections if runner.server else []):
             if handler.transport is not None:
                 handler.transport.abort()
-        await self.hooks.stop()
+        await hooks.stop()
         await runner.cleanup()
 
     async def restart(self) -> None:
@@ -147,9 +156,7 @@ class FakeEngine:
         """A fault action: the engine is killed at that point."""
 
         async def action(request: web.Request) -> None:
-            task = asyncio.ensure_future(self.kill())
-            self._killing.add(task)
-            task.add_done_callback(self._killing.discard)
+            self._die()
             await asyncio.sleep(3600)
 
         return action

@@ -14,6 +14,7 @@ from polykv_proxy.config import load_settings
 from polykv_proxy.control import Control, CreatePool, ForkPool, Source
 from polykv_proxy.relay.relay import Relay
 from tests.fake_engine import FakeEngine
+from tests.serving import everybody_was_accepted
 
 
 class Proxy:
@@ -58,11 +59,10 @@ def make_proxy(monkeypatch: pytest.MonkeyPatch) -> ProxyMaker:
     @asynccontextmanager
     async def make(upstream_url: str, **settings: Any) -> AsyncIterator[Proxy]:
         settings = {"state": ":memory:", "port": 0, **settings}
-        async with (
-            serving(load_settings(upstream_url=upstream_url, **settings)) as (url, app),
-            httpx.AsyncClient(base_url=url, timeout=20, trust_env=False) as client,
-        ):
-            yield Proxy(url, app, client)
+        async with serving(load_settings(upstream_url=upstream_url, **settings)) as (url, app):
+            async with httpx.AsyncClient(base_url=url, timeout=20, trust_env=False) as client:
+                yield Proxy(url, app, client)
+            await everybody_was_accepted()
 
     return make
 

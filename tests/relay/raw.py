@@ -5,6 +5,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from urllib.parse import urlsplit
 
+from tests.serving import everybody_was_accepted
+
 OK = b"HTTP/1.1 200 OK\r\n"
 HANG_UP = b"<hang up>"
 """In a script: the connection is closed here. Without it the connection is kept."""
@@ -27,6 +29,7 @@ class RawEngine:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        await everybody_was_accepted()
         self._server.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
