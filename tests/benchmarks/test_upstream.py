@@ -67,8 +67,8 @@ def test_table_and_exit_status(capsys: pytest.CaptureFixture[str]) -> None:
     table = capsys.readouterr().out
     assert "stock: 4 tests, 2 pass with this model (1 fail, 1 skipped)" in table
     rows = [line.split() for line in table.splitlines()]
-    assert ["patched-off", "2", "2", "0", "0"] in rows
-    assert ["proxy", "2", "1", "1", "0"] in rows
+    assert ["patched-off", "2", "2", "0", "0", "0"] in rows
+    assert ["proxy", "2", "1", "1", "0", "0"] in rows
     assert f"proxy: excused {CUT}" in table
     assert report(stock, {"proxy": judged("proxy", ["t"], {})}) == 1
     assert "proxy: UNEXPECTED t" in capsys.readouterr().out
@@ -80,3 +80,13 @@ def test_help_names_every_arm(capsys: pytest.CaptureFixture[str]) -> None:
     assert ended.value.code == 0
     shown = capsys.readouterr().out
     assert all(f"\n{arm} " in shown for arm in ARMS)
+
+
+@pytest.mark.parametrize(
+    ("on_stock", "unstable"),
+    [([FAILED, Outcome("passed")], True), ([Outcome("passed")] * 2, False), ([CRASHED, CRASHED], False)],
+)
+def test_unstable_is_what_fails_on_stock_in_the_same_way(on_stock: list[Outcome], unstable: bool) -> None:
+    found = judged("patched-off", ["t"], {"t": FAILED})
+    upstream_tests.set_aside_if_unstable(found, "t", {"t": FAILED}, on_stock)
+    assert (list(found.unstable), list(found.unexpected)) == ((["t"], []) if unstable else ([], ["t"]))
