@@ -65,7 +65,8 @@ class PoolMaker(EngineSequences, ABC):
         """Have the engine prefill a pool. Gives it, and whether it shares its parent's [0, branch_pos).
 
         The caller must adopt the sequence or give it back in the same step. When nobody holds the parent's range, all
-        of [0, L) is prefilled. A pool that is on the tree shares more than that range if anybody holds it.
+        of [0, L) is prefilled. A pool that is on the tree shares more than that range if anybody holds it, and may take
+        the place of pools that only sessions between two turns use: those come back as it does.
 
         Raises:  ContextLengthExceeded (400), and as ``ensure``
         """
@@ -101,16 +102,17 @@ class PoolMaker(EngineSequences, ABC):
     ) -> Materialized | None:
         """Make room and order, again while that helps. None: the cells to share were not there any more."""
         n_cells = len(tokens) - (n_shared if source is not None else 0)
+        comes_back = pool_id in self._tree
         for n_more_tries in reversed(range(3)):
-            await self._make_sequence()
-            await self._make_room(n_cells)
+            await self._make_sequence(for_request=comes_back)
+            await self._make_room(n_cells, for_request=comes_back)
             seq_id = source.seq_id if source is not None else None
             if source is not None and seq_id is None:
                 return None
             try:
                 made = await self.prefill(tokens, seq_id, n_shared, tag)
             except (KvExhausted, SeqIdsExhausted) as e:
-                if await self._made_more_room(e, n_cells) and n_more_tries:
+                if await self._made_more_room(e, n_cells, for_request=comes_back) and n_more_tries:
                     continue
                 raise
             except (SequenceGone, PrefixMismatch):
@@ -200,15 +202,15 @@ class PoolMaker(EngineSequences, ABC):
 
     # Room for them -------------------------------------------------------------------------------------------------
 
-    async def _make_sequence(self) -> None:
+    async def _make_sequence(self, *, for_request: bool = False) -> None:
         """Free a sequence for an order if all are taken. Whether there is one, the engine says."""
         stats = self._watch.stats
         if stats is not None and not self._watch.sleeping and len(self._tree.residents()) >= stats.max_pools:
             await self._watch.refresh()  # who shares what with whom, before it is not said any more
-            await self._give_sequence()
+            await self._give_sequence(for_request=for_request)
 
-    async def _give_sequence(self) -> None:
-        pool = self._room.free_sequence_of()
+    async def _give_sequence(self, *, for_request: bool) -> None:
+        pool = self._room.free_sequence_of(for_request=for_request)
         if pool is None:
             return
         log.info("pool %s gives its sequence", pool.label)
@@ -217,28 +219,32 @@ class PoolMaker(EngineSequences, ABC):
         if heir is not None:
             heir.used_s = max(heir.used_s, pool.last_use_s)  # it is kept for both of them now
 
-    async def _make_room(self, n_cells: int) -> None:
+    async def _make_room(self, n_cells: int, *, for_request: bool) -> None:
         """Evict for an order. Whether it was enough, the engine says."""
         if not self._room.fits(n_cells):
-            await self._room.make(n_cells)
+            await self._room.make(n_cells, for_request=for_request)
         self._room.promise(n_cells)
 
-    async def _made_more_room(self, refused: KvExhausted | SeqIdsExhausted, n_cells: int) -> bool:
+    async def _made_more_room(
+        self, refused: KvExhausted | SeqIdsExhausted, n_cells: int, *, for_request: bool = False
+    ) -> bool:
         """The engine refused an order. Gives whether something was evicted, so that it may try again."""
         before = self._n_evicted
         if isinstance(refused, SeqIdsExhausted):
-            await self._give_sequence()
+            await self._give_sequence(for_request=for_request)
             if self._n_evicted == before:
                 refused.message = (
                     "every sequence of the engine holds a pool that is pinned or in use: try again later, unpin or "
                     "release one, or start the engine with a larger --polykv-max-pools"
                 )
         else:
-            await self._room.make(n_cells)
+            await self._room.make(n_cells, for_request=for_request)
             missing = refused.extra.get("cells_missing")
             if missing is not None:
                 # What could go, and would not be enough, is still there.
-                missing = refused.extra["cells_missing"] = max(1, missing - self._room.n_evictable())
+                missing = refused.extra["cells_missing"] = max(
+                    1, missing - self._room.n_evictable(idle_too=for_request)
+                )
                 refused.message = (
                     f"the KV cache is full: this pool needs {n_cells} cells, {missing} are missing beside what is "
                     "pinned or in use: try again later, unpin or release a pool, or start the engine with a larger -c"

@@ -21,7 +21,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from polykv_proxy.control.promises import Promises, this_task
 from polykv_proxy.control.retention import Retention
@@ -54,6 +54,11 @@ the engine would cut somebody short, or refuse the prompt itself, as soon as it 
 
 _NOT_STARTED = ("idle", "started")
 """A slot in one of these states drops what its request does not reuse before it takes a cell."""
+
+
+Idle = Literal["open", "live", "named", "none"]
+"""Whose pools count as used between two turns: of all open sessions, of live ones, of live ones that a client named, of
+nobody."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +167,10 @@ class Room(Promises):
         """Somebody waits for cells, and nobody overtakes."""
         return self._n_in_line > 0
 
-    async def make(self, n_cells: int, n_more: int = 0) -> bool:
+    async def make(self, n_cells: int, n_more: int = 0, *, for_request: bool = False) -> bool:
         """Make room, evicting what nobody uses. Gives whether ``n_cells`` fit now; ``n_more`` would be nice.
+
+        ``for_request``: if nothing else is left, also what only sessions between two turns use.
 
         The caller promises in the same step.
 
@@ -173,8 +180,9 @@ class Room(Promises):
             stats = await self._watch.refresh() if self.n_total is not None else None
             while stats is not None and self.n_total is not None:
                 n_room = self._n_room(stats)
-                victim = self._victim() if n_room < n_cells + n_more else None
-                if victim is None or (n_room < n_cells and n_room + self.n_evictable() < n_cells):
+                idle_too = for_request and n_room < n_cells
+                victim = self._victim(idle_too=idle_too) if n_room < n_cells + n_more else None
+                if victim is None or (n_room < n_cells and n_room + self.n_evictable(idle_too=idle_too) < n_cells):
                     return n_room >= n_cells
                 log.info("evicting pool %s: %d cells are needed, %d are there", victim.label, n_cells, n_room)
                 await self.sequences.evict(victim)
@@ -198,14 +206,14 @@ class Room(Promises):
                         raise self._dismissed
                     wanted = options()
                     for place, n_cells in enumerate(wanted):
-                        if await self.make(n_cells + self._n_spared(n_cells, n_first), n_more):
+                        if await self.make(n_cells + self._n_spared(n_cells, n_first), n_more, for_request=True):
                             return place
                     if not self._may_come(min(wanted)):
                         raise self._exhausted(min(wanted))
                     await self._change()
         except TimeoutError:
             for place, n_cells in enumerate(options()):
-                if await self.make(n_cells):
+                if await self.make(n_cells, for_request=True):
                     return place  # only what was to be spared never came free
             raise self._exhausted(min(options())) from None
         finally:
@@ -225,40 +233,42 @@ class Room(Promises):
         if n_cells and self._n_room(stats) < n_cells and self._victim() is not None:
             await self.make(0, n_cells)
 
-    def free_sequence_of(self) -> Pool | None:
+    def free_sequence_of(self, *, for_request: bool = False) -> Pool | None:
         """Whose sequence may serve somebody who asks for one: a pool that can do without, else the victim for cells."""
         moving = {p.pool_id for _, p in self._live() if p.pool_id is not None} | self.sequences.named()
-        return self.retention.spare(moving) or self._victim()
+        return self.retention.spare(moving) or self._victim(idle_too=for_request)
 
     def running(self) -> set[PoolId]:
         """Pools of requests under way."""
         of_turns = {s.pool_id for s in self._sessions if s.turns and s.pool_id is not None}
         return of_turns | {p.pool_id for _, p in self._live() if p.pool_id is not None}
 
-    def in_use(self, *, also_open: bool = False) -> set[PoolId]:
-        """Pools of live sessions (automatic ones: while they run), of requests and orders under way, all above them,
-        and who holds their cells.
-
-        ``also_open``: and of sessions that may come back, but did not for a while.
+    def in_use(self, idle: Idle = "live") -> set[PoolId]:
+        """Pools of requests and orders under way, of sessions without a turn as far as ``idle`` says, all above them,
+        and who holds their cells. Automatic pools are nobody's between two turns.
         """
         used = {p.pool_id for _, p in self._live() if p.pool_id is not None} | self.sequences.working_on()
         now_s = self._clock()
         for session in self._sessions:
             pool = self._tree.find(session.pool_id) if session.pool_id is not None and not session.closed else None
-            if pool is None or (pool.auto and not session.turns):
+            if pool is None:
                 continue
-            if also_open or self._sessions.is_live(session.session_id, now_s):
+            counts = not pool.auto and idle != "none" and (session.named or idle != "named")
+            live = idle == "open" or self._sessions.is_live(session.session_id, now_s)
+            if session.turns or (counts and live):
                 used.add(pool.pool_id)
         return with_holders(self._tree, with_ancestors(self._tree, used))
 
     # Counting ------------------------------------------------------------------------------------------------------
 
-    def _victim(self) -> Pool | None:
-        return self.retention.victim(self.in_use(also_open=True)) or self.retention.victim(self.in_use())
+    def _victim(self, *, idle_too: bool = False) -> Pool | None:
+        """The pool to give up first. Of those of idle sessions: the ones away for long, the anonymous, the others."""
+        levels: tuple[Idle, ...] = ("open", "live", "named", "none") if idle_too else ("open", "live", "named")
+        return next((pool for level in levels if (pool := self.retention.victim(self.in_use(level)))), None)
 
-    def n_evictable(self) -> int:
-        """Cells that evicting everything that nobody uses would give."""
-        staying = self.retention.staying(self.in_use())
+    def n_evictable(self, *, idle_too: bool = False) -> int:
+        """Cells that evicting everything that may be evicted would give."""
+        staying = self.retention.staying(self.in_use("none" if idle_too else "named"))
         return held_cells(self._tree, self._tree.residents()) - held_cells(self._tree, staying)
 
     def _n_room(self, stats: Stats) -> int:
@@ -290,9 +300,7 @@ class Room(Promises):
         others = any(task is not this_task() for task, _ in self._live())
         if not others and all(slot.idle for slot in stats.slots):
             return False
-        now_s = self._clock()
-        live = {s.pool_id for s in self._sessions if s.pool_id and self._sessions.is_live(s.session_id, now_s)}
-        stay = self.retention.staying(with_ancestors(self._tree, live))
+        stay = self.retention.staying(())
         return stats.cells.total - held_cells(self._tree, stay) >= n_cells
 
     def _exhausted(self, n_cells: int) -> KvExhaustedForRequest:

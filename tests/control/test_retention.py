@@ -2,10 +2,16 @@
 
 import asyncio
 import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
+import aiohttp
+import httpx
 import pytest
 
+from polykv_proxy.app import CONTROL, serving
+from polykv_proxy.config import load_settings
 from polykv_proxy.control import AttachPlan, AttachRequest, Outcome
 from polykv_proxy.tree.prefix import make_tokens
 from tests.control.conftest import Plane, eventually, planes
@@ -38,6 +44,13 @@ def attach_session(plane: Plane, session: str, ref: str) -> None:
     books.name(session, plane.control.clock()).pool_id = plane.control.tree.get(ref).pool_id
 
 
+def run_session(plane: Plane, session: str, ref: str) -> None:
+    """A turn that does not end."""
+    attach_session(plane, session, ref)
+    books = plane.control.sessions
+    books.begin(books.name(session, plane.control.clock()), plane.control.clock())
+
+
 def residencies(plane: Plane) -> dict[str | None, str]:
     return {pool.name: pool.residency for pool in plane.control.tree}
 
@@ -56,6 +69,18 @@ def plant(plane: Plane, tokens: list[int], parent: str | None = None, **kw: Any)
     else:
         plan = tree.plan_fork_own(tree.get(parent).pool_id, make_tokens(tokens), name=kw.pop("name", None))
     tree.commit(plan, now_s=plane.control.clock(), **kw)
+
+
+@asynccontextmanager
+async def serving_plane(engine: FakeEngine) -> AsyncIterator[tuple[Plane, httpx.AsyncClient]]:
+    """The whole proxy, for what needs its line for slots."""
+    loaded = load_settings(upstream_url=engine.url, state=":memory:", port=0)
+    async with (
+        aiohttp.ClientSession() as session,
+        serving(loaded) as (url, app),
+        httpx.AsyncClient(base_url=url, timeout=30, trust_env=False) as client,
+    ):
+        yield Plane(app[CONTROL], engine, url, session), client
 
 
 # Pins ----------------------------------------------------------------------------------------------------------------
@@ -130,7 +155,7 @@ async def test_a_cold_pool_is_brought_back_by_its_pin_or_the_error_says_why_not(
     await plane.call("POST", "/polykv/pools/a/evict")
     await plane.create(tokens=[2] * 400, name="b", pin=True)
     await plane.create(tokens=[3] * 400, name="c")
-    attach_session(plane, "s", "c")
+    run_session(plane, "s", "c")
     plane.control.retention.pin_max_fraction = 1.0
     error = await plane.refused(507, "kv_exhausted", "POST", "/polykv/pools/a/pin")
     assert (error["cells_missing"], "unpin" in error["message"]) == (100, True)
@@ -202,8 +227,29 @@ async def test_an_ordered_pool_that_nobody_uses_gives_its_sequence():
         attach_session(plane, "t", "new")
         error = await plane.refused(503, "seq_ids_exhausted", "POST", "/polykv/pools", {"tokens": [8]})
         assert "pinned or in use" in error["message"]
-        plan = await decide(plane, [0] * 12, pool_ref="p0")
-        assert (plan.pool_id, plan.miss_reason, plan.asked) == (None, "not_resident", 1)
+        run_session(plane, "t", "new")
+        plan = await decide(plane, [0] * 12, pool_ref="p0")  # one of them is only between two turns
+        assert (plan.pool_id, plan.miss_reason) == (1, None)
+        assert {name for name, where in residencies(plane).items() if where == "resident"} == {"p0", "new"}
+        plane.control.tree.get("p0").pin = True
+        plan = await decide(plane, [1] * 12, pool_ref="p1")
+        assert (plan.pool_id, plan.miss_reason, plan.asked) == (None, "not_resident", 2)
+
+
+async def test_more_agents_than_sequences_each_with_a_pool_of_its_own():
+    """Sessions that just had their turn count as live for a minute, and yet keep nobody from his pool."""
+    async with FakeEngine(max_pools=4, n_slots=2) as engine, serving_plane(engine) as (plane, client):
+        for i in range(30):
+            plant(plane, [i] * 20, name=f"p{i}")
+        engine.prefill_s = engine.token_s = 0.0005
+
+        async def one(i: int) -> dict[str, Any]:
+            body = {"prompt": [i] * 20 + [9], "pool_id": f"p{i}", "session_id": f"s{i}", "n_predict": 3}
+            return (await client.post("/completion", json=body)).json()["polykv"]
+
+        receipts = await asyncio.gather(*(one(i) for i in range(30)))
+        assert {(r["miss_reason"], r["cached_n_tokens"]) for r in receipts} == {(None, 20)}
+        assert engine.hooks.n_materialized == 30  # nobody's pool was taken away before his turn
 
 
 async def test_two_thousand_pools_on_sixteen_sequences():

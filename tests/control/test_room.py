@@ -95,15 +95,37 @@ async def test_the_pool_of_the_request_itself_is_not_evicted_for_it(plane):
     assert (plan.pool_id, residencies(plane)) == (1, {"own": "resident", "other": "cold"})
 
 
-async def test_what_is_pinned_or_attached_stays_and_the_request_is_told_at_once(plane):
+async def test_what_is_pinned_or_runs_stays_and_the_request_is_told_at_once(plane):
     await plane.create(tokens=[1] * 300, pin=True, name="pinned")
-    await plane.create(tokens=[2] * 300, name="attached")
-    plane.control.sessions.name("s", plane.control.clock()).pool_id = 2
+    await plane.create(tokens=[2] * 300, name="runs")
+    session = plane.control.sessions.name("s", plane.control.clock())
+    plane.control.sessions.begin(session, plane.control.clock())
+    session.pool_id = 2
     with pytest.raises(KvExhaustedForRequest) as e:
         await decide(plane, "x" * 500)
     assert (e.value.status, e.value.code, e.value.retry_after_s) == (503, "kv_exhausted", 1.0)
     assert e.value.extra["cells_missing"] == 500 + 1 - 400
     assert set(residencies(plane).values()) == {"resident"}
+
+
+async def test_pools_of_sessions_between_two_turns_go_last_and_only_for_requests(plane):
+    for i, session in enumerate(["named", None, None]):
+        await plane.create(tokens=[i] * 250, name=f"p{i}")
+        books, now_s = plane.control.sessions, plane.control.clock()
+        if i < 2:
+            (books.name(session, now_s) if session else books.make(now_s)).pool_id = i + 1
+    order = []
+    for n in (300, 600, 900):
+        before = residencies(plane)
+        await decide(plane, "x" * n)
+        order += [name for name, where in residencies(plane).items() if where != before[name]]
+        plane.control.room.settled()
+    assert order == ["p2", "p1", "p0"]
+    await decide(plane, [0] * 251, pool_ref="p0")
+    plane.control.room.settled()
+    error = await plane.refused(507, "kv_exhausted", "POST", "/polykv/pools", {"tokens": [9] * 800})
+    assert error["cells_missing"] == 50
+    await plane.create(tokens=[8] * 700)
 
 
 async def test_pools_of_sessions_that_were_away_for_long_go_last(engine):
