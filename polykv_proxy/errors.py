@@ -202,6 +202,19 @@ class Draining(CapacityError):
     code = "draining"
 
 
+class JournalFailed(CapacityError):
+    """What was ordered could not be written down, so it would not survive a restart."""
+
+    code = "journal_failed"
+    retry_after_s = 5.0
+
+
+class JournalInUse(CapacityError):
+    """Another process writes this journal: only met at the start."""
+
+    code = "journal_in_use"
+
+
 # llama-server's doing ----------------------------------------------------------------------------------------------
 
 

@@ -180,7 +180,7 @@ class PoolTree:
         ``tokens_hash`` is believed: whoever kept the pool has checked it.
         """
         known = pool_id in self._pools or pool_id in self._plans or (name is not None and name in self._names)
-        if known or not own or (parent != ROOT and not 0 < branch_pos <= self._pools[parent].prefix_len):
+        if known or not own or (parent != ROOT and not 0 <= branch_pos <= self._pools[parent].prefix_len):
             raise InvariantError(f"pool {pool_id} cannot be put back")
         pool = Pool(
             pool_id=pool_id,

@@ -62,7 +62,7 @@ def test_what_does_not_fit_the_tree_is_refused() -> None:
         (root.pool_id, child),
         (PoolId(2), child | {"name": "root"}),
         (PoolId(2), child | {"branch_pos": 4}),
-        (PoolId(2), child | {"branch_pos": 0}),
+        (PoolId(2), child | {"branch_pos": -1}),
         (PoolId(2), child | {"own": array("i")}),
     ):
         with pytest.raises(InvariantError):

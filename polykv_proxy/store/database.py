@@ -1,0 +1,388 @@
+"""What is in the journal's file: pools by model, verified when it is opened, one transaction per batch of changes.
+
+Rules it keeps:
+    1. A file that is there is complete: it is built under another name and renamed.
+    2. Every row has a checksum, the header has the sum of all of them: a row that is altered, missing or back is told.
+    3. Every pool has the hash of its whole prefix: a token that is altered is told.
+    4. Ids are never given twice: ``next_id`` is written with every new pool and never falls.
+    5. Pools belong to the fingerprint of the model that made their tokens; only one model's are loaded.
+
+Used by one thread. Everything that is wrong with the contents is ``Damaged``; other ``sqlite3.Error`` are the disk's.
+"""
+
+import os
+import sqlite3
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from polykv_proxy.ids import ROOT, PoolId
+from polykv_proxy.store.place import COMPANIONS
+from polykv_proxy.store.rows import TOKEN_BYTES, PoolRow, add_up, checksum, pack_tokens, signed, unpack_tokens
+
+APPLICATION_ID = 0x504F4B56
+VERSION = 1
+
+_SCHEMA = {
+    "header": "CREATE TABLE header (id INTEGER PRIMARY KEY, next_id INTEGER, model_id INTEGER, n_rows INTEGER, "
+    "sum INTEGER, checksum INTEGER)",
+    "models": "CREATE TABLE models (model_id INTEGER PRIMARY KEY, fingerprint TEXT, checksum INTEGER)",
+    "pools": "CREATE TABLE pools (pool_id INTEGER PRIMARY KEY, model_id INTEGER, parent INTEGER, branch_pos INTEGER, "
+    "prefix_len INTEGER, tokens_hash INTEGER, name TEXT, pin INTEGER, ttl_s REAL, auto INTEGER, created_ts REAL, "
+    "last_access_ts REAL, checksum INTEGER)",
+    "tokens": "CREATE TABLE tokens (pool_id INTEGER PRIMARY KEY, own BLOB)",
+    "policies": "CREATE TABLE policies (pool_id INTEGER PRIMARY KEY, policy TEXT)",
+}
+_POOL = (
+    "pool_id, model_id, parent, branch_pos, prefix_len, tokens_hash, name, pin, ttl_s, auto, created_ts, last_access_ts"
+)
+_PIN, _NAME, _TTL, _USED = 7, 6, 8, 11  # places in _POOL
+
+_DAMAGE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_FORMAT, sqlite3.SQLITE_MISMATCH)
+
+
+class Damaged(Exception):
+    """The file is not, or not entirely, a journal as this version writes it. The message says what is wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class Added:
+    row: PoolRow
+    fingerprint: str
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    pool_ids: Sequence[PoolId]
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    pool_id: PoolId
+    name: str | None
+    pin: bool
+    ttl_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Used:
+    """Last uses, Unix seconds."""
+
+    at_ts: Mapping[PoolId, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """This model is the engine's now."""
+
+    fingerprint: str
+
+
+Change = Added | Released | Changed | Used | Bound
+
+
+class Database:
+    """One open journal."""
+
+    def __init__(self, connection: sqlite3.Connection):
+        self._db = connection
+        self.next_id = 1
+        self._model_id: int | None = None
+        self._models: dict[str, int] = {}
+        self._n_rows = self._sum = 0
+
+    # Open, close ---------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def in_memory(cls) -> "Database":
+        db = cls(sqlite3.connect(":memory:", isolation_level=None))
+        db._build()
+        return db
+
+    @classmethod
+    def create(cls, path: Path) -> None:
+        """Build an empty journal where there is none."""
+        new = path.with_name(f"{path.name}.new")
+        for end in ("", *COMPANIONS):
+            new.with_name(new.name + end).unlink(missing_ok=True)  # of one who was killed while building it
+        os.close(os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
+        db = cls(_connect(new))
+        try:
+            db._build()
+        finally:
+            db.close()
+        new.rename(path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    @classmethod
+    def open(cls, path: Path) -> "Database":
+        """Open a journal and verify it.
+
+        Raises:  Damaged; sqlite3.Error when the disk is at fault
+        """
+        try:
+            db = cls(_connect(path))
+            try:
+                db._verify()
+                db._db.execute("PRAGMA journal_mode = WAL").fetchall()
+                db.checkpoint()
+            except BaseException:
+                db.close()
+                raise
+        except sqlite3.Error as e:
+            if _is_damage(e):
+                raise Damaged(str(e)) from e
+            raise
+        return db
+
+    def close(self) -> None:
+        self._db.close()
+
+    def checkpoint(self) -> None:
+        """Write everything into the file itself, so that it is complete without its companions."""
+        self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+
+    def _build(self) -> None:
+        run = self._db.execute
+        run(f"PRAGMA application_id = {APPLICATION_ID}")
+        run(f"PRAGMA user_version = {VERSION}")
+        run("PRAGMA journal_mode = WAL").fetchall()
+        run("BEGIN IMMEDIATE")
+        for statement in _SCHEMA.values():
+            run(statement)
+        run("INSERT INTO header (id) VALUES (1)")
+        self._write_header()
+        run("COMMIT")
+
+    # Verify, load --------------------------------------------------------------------------------------------------
+
+    def _verify(self) -> None:
+        application_id, version = self._pragma("application_id"), self._pragma("user_version")
+        if application_id != APPLICATION_ID:
+            raise Damaged("it is no journal of pools")
+        if version != VERSION:
+            raise Damaged(f"it has schema version {version}, this proxy knows {VERSION}")
+        found = dict(self._rows("SELECT name, sql FROM sqlite_master"))
+        if found != _SCHEMA:
+            raise Damaged("its tables are not those of a journal")
+        if (said := self._pragma("quick_check")) != "ok":
+            raise Damaged(str(said))
+        header = self._rows("SELECT next_id, model_id, n_rows, sum, checksum FROM header")
+        if len(header) != 1 or checksum(tuple(header[0][:4])) != header[0][4]:
+            raise Damaged("its header is damaged")
+        self.next_id, self._model_id, self._n_rows, self._sum = header[0][:4]
+        n_rows = total = 0
+        for table, columns in (("models", "model_id, fingerprint"), ("pools", _POOL)):
+            for *values, kept in self._db.execute(f"SELECT {columns}, checksum FROM {table}"):
+                if checksum(tuple(values)) != kept:
+                    raise Damaged(f"a row of its table {table} is damaged")
+                n_rows, total = n_rows + 1, add_up(total, kept)
+        if (n_rows, total) != (self._n_rows, self._sum):
+            raise Damaged(f"it has {n_rows} rows where it should have {self._n_rows}, or not the same ones")
+        self._models = {fingerprint: model_id for model_id, fingerprint in self._rows("SELECT * FROM models", 2)}
+
+    @property
+    def fingerprint(self) -> str | None:
+        """The model that was the engine's last; None: there never was one."""
+        return next((name for name, model_id in self._models.items() if model_id == self._model_id), None)
+
+    def load(self) -> list[PoolRow]:
+        """Give the pools of the last model, parents before children.
+
+        Raises:  Damaged
+        """
+        columns = ", ".join(f"pools.{name}" for name in _POOL.split(", "))
+        asked = self._db.execute(
+            f"SELECT {columns}, pools.checksum, own FROM pools LEFT JOIN tokens USING (pool_id) "
+            "WHERE model_id = ? ORDER BY pool_id",
+            (self._model_id,),
+        )
+        loaded: dict[PoolId, PoolRow] = {}
+        raw: dict[PoolId, bytes] = {}
+        names: set[str] = set()
+        try:
+            for *values, kept, own in asked:
+                if checksum(tuple(values)) != kept or not isinstance(own, bytes):
+                    raise Damaged(f"pool {values[0]} is damaged")
+                row = _row(values, own)
+                if row.pool_id >= self.next_id or (row.name is not None and row.name in names):
+                    raise Damaged(f"pool {row.pool_id} does not belong here")
+                raw[row.pool_id] = own
+                _check_prefix(row, own, loaded, raw)
+                loaded[row.pool_id] = row
+                names.update([row.name] if row.name is not None else [])
+        except sqlite3.Error as e:
+            if _is_damage(e):
+                raise Damaged(str(e)) from e
+            raise
+        return list(loaded.values())
+
+    def n_others(self) -> int:
+        """Pools of other models."""
+        ((n,),) = self._rows("SELECT count(*) FROM pools WHERE model_id IS NOT ?", 1, (self._model_id,))
+        return int(n)
+
+    # Change --------------------------------------------------------------------------------------------------------
+
+    def write(self, changes: Iterable[Change]) -> None:
+        """Write all of these, or none.
+
+        Raises:  sqlite3.Error
+        """
+        before = (self.next_id, self._model_id, dict(self._models), self._n_rows, self._sum)
+        try:
+            self._db.execute("BEGIN IMMEDIATE")
+            for change in changes:
+                self._apply(change)
+            self._write_header()
+            self._db.execute("COMMIT")
+        except BaseException:
+            self.next_id, self._model_id, self._models, self._n_rows, self._sum = before
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+            raise
+
+    def _apply(self, change: Change) -> None:
+        match change:
+            case Added(row, fingerprint):
+                self._add(row, self._model(fingerprint))
+            case Released(pool_ids):
+                for pool_id in pool_ids:
+                    self._remove(pool_id)
+            case Changed(pool_id, name, pin, ttl_s):
+                self._alter(pool_id, {_NAME: name, _PIN: int(pin), _TTL: None if ttl_s is None else float(ttl_s)})
+            case Used(at_ts):
+                for pool_id, ts in at_ts.items():
+                    self._alter(pool_id, {_USED: float(ts)})
+            case Bound(fingerprint):
+                self._model_id = self._model(fingerprint)
+
+    def _add(self, row: PoolRow, model_id: int) -> None:
+        values = (
+            int(row.pool_id),
+            model_id,
+            int(row.parent),
+            row.branch_pos,
+            row.prefix_len,
+            signed(row.tokens_hash),
+            row.name,
+            int(row.pin),
+            row.ttl_s,
+            int(row.auto),
+            row.created_ts,
+            row.last_access_ts,
+        )
+        kept = checksum(values)
+        self._db.execute(f"INSERT INTO pools ({_POOL}, checksum) VALUES ({'?, ' * 12}?)", (*values, kept))
+        self._db.execute("INSERT INTO tokens VALUES (?, ?)", (row.pool_id, pack_tokens(row.own)))
+        self._count(1, kept)
+        self.next_id = max(self.next_id, row.pool_id + 1)
+
+    def _remove(self, pool_id: PoolId) -> None:
+        for (kept,) in self._rows("SELECT checksum FROM pools WHERE pool_id = ?", 1, (pool_id,)):
+            for table in ("pools", "tokens", "policies"):
+                self._db.execute(f"DELETE FROM {table} WHERE pool_id = ?", (pool_id,))
+            self._count(-1, -kept)
+
+    def _alter(self, pool_id: PoolId, new: Mapping[int, object]) -> None:
+        """Change some columns of a pool; one that was released meanwhile stays so."""
+        for *values, kept in self._rows(f"SELECT {_POOL}, checksum FROM pools WHERE pool_id = ?", 13, (pool_id,)):
+            for place, value in new.items():
+                values[place] = value
+            changed = checksum(tuple(values))
+            self._db.execute(
+                "UPDATE pools SET name = ?, pin = ?, ttl_s = ?, last_access_ts = ?, checksum = ? WHERE pool_id = ?",
+                (values[_NAME], values[_PIN], values[_TTL], values[_USED], changed, pool_id),
+            )
+            self._count(0, changed - kept)
+
+    def _model(self, fingerprint: str) -> int:
+        if fingerprint not in self._models:
+            model_id = max(self._models.values(), default=0) + 1
+            kept = checksum((model_id, fingerprint))
+            self._db.execute("INSERT INTO models VALUES (?, ?, ?)", (model_id, fingerprint, kept))
+            self._count(1, kept)
+            self._models[fingerprint] = model_id
+        return self._models[fingerprint]
+
+    def _count(self, n_rows: int, checksums: int) -> None:
+        self._n_rows, self._sum = self._n_rows + n_rows, add_up(self._sum, checksums)
+
+    def _write_header(self) -> None:
+        values = (self.next_id, self._model_id, self._n_rows, self._sum)
+        self._db.execute(
+            "UPDATE header SET next_id = ?, model_id = ?, n_rows = ?, sum = ?, checksum = ?",
+            (*values, checksum(values)),
+        )
+
+    def _pragma(self, name: str) -> object:
+        rows = self._rows(f"PRAGMA {name}", 1)
+        return rows[0][0] if rows else None
+
+    def _rows(self, statement: str, n_columns: int | None = None, values: Sequence[object] = ()) -> list[Any]:
+        rows = self._db.execute(statement, values).fetchall()
+        return [row[:n_columns] for row in rows]
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    """A connection that is alone with the file: readers would need a second file beside it, and see prompts."""
+    connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=rw", uri=True, isolation_level=None, timeout=1)
+    try:
+        for pragma in ("locking_mode = EXCLUSIVE", "synchronous = FULL", "trusted_schema = OFF", "secure_delete = ON"):
+            connection.execute(f"PRAGMA {pragma}").fetchall()
+    except sqlite3.Error:
+        connection.close()
+        raise
+    return connection
+
+
+def _is_damage(error: sqlite3.Error) -> bool:
+    """What the contents are to blame for; a text that is no UTF-8 has no code of its own."""
+    code = getattr(error, "sqlite_errorcode", None)
+    return code is None or code & 0xFF in _DAMAGE or code & 0xFF == sqlite3.SQLITE_ERROR
+
+
+def _row(values: Sequence[Any], own: bytes) -> PoolRow:
+    """Raises Damaged when the tokens are not as many as the row says."""
+    pool_id, _, parent, branch_pos, prefix_len, tokens_hash, name, pin, ttl_s, auto, created_ts, last_access_ts = values
+    if len(own) % TOKEN_BYTES or not own or branch_pos + len(own) // TOKEN_BYTES != prefix_len:
+        raise Damaged(f"pool {pool_id} has {len(own)} bytes of tokens for [{branch_pos}, {prefix_len})")
+    return PoolRow(
+        pool_id=PoolId(pool_id),
+        parent=PoolId(parent),
+        branch_pos=branch_pos,
+        own=unpack_tokens(own),
+        tokens_hash=tokens_hash % (1 << 64),
+        name=name,
+        pin=bool(pin),
+        ttl_s=ttl_s,
+        auto=bool(auto),
+        created_ts=created_ts,
+        last_access_ts=last_access_ts,
+    )
+
+
+def _check_prefix(row: PoolRow, own: bytes, above: Mapping[PoolId, PoolRow], raw: Mapping[PoolId, bytes]) -> None:
+    """Compare the tokens of [0, L), put together from the ancestors, with their hash. Raises Damaged."""
+    parent = above.get(row.parent)
+    reach = parent.prefix_len if parent is not None else 0
+    if not 0 <= row.branch_pos <= reach or (parent is None and row.parent != ROOT):
+        raise Damaged(f"pool {row.pool_id} does not belong to its parent")
+    parts, end = [memoryview(own)], row.branch_pos
+    while parent is not None and end > 0:
+        if parent.branch_pos < end:
+            parts.append(memoryview(raw[parent.pool_id])[: (end - parent.branch_pos) * TOKEN_BYTES])
+            end = parent.branch_pos
+        parent = above.get(parent.parent)
+    hasher = xxhash.xxh64()
+    for part in reversed(parts):
+        hasher.update(part)
+    if hasher.intdigest() != row.tokens_hash:
+        raise Damaged(f"the tokens of pool {row.pool_id} are not those it was made of")

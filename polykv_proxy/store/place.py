@@ -1,0 +1,136 @@
+"""Where the journal lies: a folder and a file of our own, one proxy at a time, damaged ones set aside.
+
+Tokens are prompts, so the file is readable by its owner only (0600), and the folder is made with 0700; a folder that
+exists is left as it is. A symbolic link is followed only if it is ours or root's: in a folder that others may write to,
+somebody could have put it there to have us write elsewhere.
+
+The lock is a file beside the journal (``<file>.lock``), locked by the kernel: it ends with the process, however that
+ends. It says who has it, for a person, and is never removed: who removed it could lock out nobody.
+"""
+
+import contextlib
+import fcntl
+import os
+import stat
+import time
+from pathlib import Path
+
+LOCK_WAIT_S, LOCK_LOOK_S = 5.0, 0.05
+"""A predecessor that was told to stop may need a moment."""
+
+COMPANIONS = ("-wal", "-shm", "-journal")
+"""Files that SQLite keeps beside a database."""
+
+
+class Taken(Exception):
+    """Another process has the lock; the message says which."""
+
+
+class Unusable(Exception):
+    """No journal can be kept here; the message says why."""
+
+
+def prepare(path: Path) -> Path:
+    """Make the folder, follow a link that may be followed. Gives the real path.
+
+    Raises:  Unusable
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if path.is_symlink():
+            if path.lstat().st_uid not in (os.geteuid(), 0):
+                raise Unusable(f"{path} is a symbolic link of another user")
+            path = path.resolve()
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        return path.absolute()
+    except (OSError, RuntimeError) as e:  # RuntimeError: a link that leads to itself, before Python 3.13
+        raise Unusable(f"{path}: {_why(e)}") from e
+
+
+def lock(path: Path, wait_s: float = LOCK_WAIT_S) -> int:
+    """Lock the journal for this process; gives the descriptor that holds the lock until it is closed.
+
+    Raises:  Taken, Unusable
+    """
+    name = path.with_name(f"{path.name}.lock")
+    try:
+        fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as e:
+        raise Unusable(f"{name}: {_why(e)}") from e
+    end_s = time.monotonic() + wait_s
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError as e:
+            if time.monotonic() < end_s:
+                time.sleep(LOCK_LOOK_S)
+                continue
+            holder = os.pread(fd, 100, 0).decode("ascii", "replace").strip()
+            os.close(fd)
+            raise Taken(holder or "an unknown process") from e
+        except OSError as e:
+            os.close(fd)
+            raise Unusable(f"{name} cannot be locked: {_why(e)}") from e
+    with contextlib.suppress(OSError):  # a full disk: the lock holds all the same, it only cannot say whose it is
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"process {os.getpid()}\n".encode(), 0)
+    return fd
+
+
+def unlock(fd: int) -> None:
+    os.close(fd)
+
+
+def close_to_others(path: Path) -> bool:
+    """See to it that nobody else may read the journal. Gives whether somebody could until now.
+
+    Raises:  Unusable when it cannot be changed
+    """
+    try:
+        mode = stat.S_IMODE(path.stat().st_mode)
+        if mode & 0o777 == 0o600:
+            return False
+        path.chmod(0o600)
+    except OSError as e:
+        raise Unusable(f"{path} can be read by others and its mode cannot be changed: {_why(e)}") from e
+    return bool(mode & 0o077)
+
+
+def is_there(path: Path) -> bool:
+    """Whether anything lies there: also only what belongs to a journal that is gone, which a new one would swallow."""
+    return any(os.path.lexists(path.with_name(path.name + end)) for end in ("", *COMPANIONS))
+
+
+def set_aside(path: Path) -> Path:
+    """Rename what lies at ``path`` and what belongs to it. Gives the copy's path.
+
+    A folder is only moved when it is empty: one that holds something was named by mistake and is not ours to move.
+
+    Raises:  Unusable
+    """
+    try:
+        if path.is_dir() and any(path.iterdir()):
+            raise Unusable(f"{path} is a folder with something in it: name a file")
+        copy = _free_name(path)
+        if os.path.lexists(path):
+            path.rename(copy)
+        for end in COMPANIONS:
+            beside = path.with_name(path.name + end)
+            if beside.exists():
+                beside.rename(copy.with_name(copy.name + end))
+    except OSError as e:
+        raise Unusable(f"{path} cannot be set aside: {_why(e)}") from e
+    return copy
+
+
+def _free_name(path: Path) -> Path:
+    stem = f"{path.name}.corrupt-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"
+    copy, n = path.with_name(stem), 1
+    while os.path.lexists(copy):
+        copy, n = path.with_name(f"{stem}-{n}"), n + 1
+    return copy
+
+
+def _why(error: BaseException) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)

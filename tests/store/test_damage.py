@@ -1,0 +1,267 @@
+"""A journal that is torn, altered or foreign: an empty start, one warning that names the copy, never a wrong pool."""
+
+import asyncio
+import logging
+import os
+import shutil
+import sqlite3
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from tests.store.make import MODEL, altered, beside, child, digest, family, left, opened, put, read, root, rows, written
+
+PAGE = 4096
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "pools.db"
+
+
+async def starts_empty(path: Path, caplog: pytest.LogCaptureFixture, why: str = "") -> None:
+    """It starts, with one warning that names the copy, and works from there on."""
+    caplog.clear()
+    before = digest(path)
+    async with opened(path) as (journal, found):
+        assert found.rows == []
+        copy = Path(journal.status["saved_copy"])
+        (warning,) = (record for record in caplog.records if record.levelno >= logging.WARNING)
+        assert str(copy) in warning.getMessage()
+        assert why in warning.getMessage()
+        assert copy.name.startswith("pools.db.corrupt-")
+        assert journal.status["state"] == "ok"
+        await journal.bind(MODEL)
+        await journal.pool_added(root(1, 7, 8))
+    if before is not None:
+        assert digest(copy) == before
+    assert await left(path) == rows([root(1, 7, 8)])
+
+
+async def test_truncated_at_every_page(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    await written(path, family())
+    whole = read(path)
+    assert len(whole) > 10 * PAGE
+    for n in range(0, len(whole), PAGE):
+        for torn in (whole[:n], whole[:n] + bytes(len(whole) - n)):
+            put(path, torn)
+            await starts_empty(path, caplog)
+
+
+async def test_torn_within_a_page(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    await written(path, family())
+    whole = read(path)
+    for n in (1, 15, 99, PAGE - 1, PAGE + 1, len(whole) - 1):
+        put(path, whole[:n])
+        await starts_empty(path, caplog)
+
+
+@pytest.fixture(scope="module")
+def sound() -> bytes:
+    """A sound journal of the family."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "pools.db"
+        asyncio.run(written(path, family()))
+        return read(path)
+
+
+@given(flips=st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(1, 255)), min_size=1, max_size=8))
+@example(flips=[(0.0, 255)])
+def test_flipped_bytes_never_make_a_wrong_pool(sound: bytes, flips: list[tuple[float, int]]) -> None:
+    """All pools as they were (the flip hit nothing), or none and a copy. Never some of them, never others."""
+    damaged = bytearray(sound)
+    for place, bits in flips:
+        damaged[int(place * len(damaged))] ^= bits
+
+    async def check() -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "pools.db"
+            put(path, damaged)
+            async with opened(path) as (journal, found):
+                if journal.status["saved_copy"] is None:
+                    assert (list(found.rows), found.fingerprint, found.next_id) == (rows(family()), MODEL, 6)
+                else:
+                    assert found.rows == []
+                    assert read(journal.status["saved_copy"]) == damaged
+                await journal.bind(MODEL)
+                await journal.pool_added(root(6, 1))
+
+    asyncio.run(check())
+
+
+@given(where=st.integers(0, 4999 * 4 + 3), bit=st.integers(0, 7))
+def test_any_flipped_bit_of_a_token_is_noticed(sound: bytes, where: int, bit: int) -> None:
+    raw = family()[0].full.tobytes()
+    # The tokens lie over several pages: find the run of the file that this byte is in.
+    run = raw[where // 64 * 64 : where // 64 * 64 + 64]
+    at = sound.find(run)
+    if at < 0:
+        return  # a page ends within it
+    damaged = bytearray(sound)
+    damaged[at + where % 64] ^= 1 << bit
+
+    async def check() -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "pools.db"
+            put(path, damaged)
+            async with opened(path) as (journal, found):
+                assert found.rows == []
+                assert journal.status["saved_copy"] is not None
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "UPDATE pools SET name = 'other' WHERE pool_id = 1",
+        "UPDATE pools SET pin = 1 WHERE pool_id = 1",
+        "UPDATE pools SET branch_pos = 2999 WHERE pool_id = 2",
+        "UPDATE pools SET parent = 5 WHERE pool_id = 2",
+        "UPDATE pools SET tokens_hash = 1 WHERE pool_id = 1",
+        "UPDATE pools SET last_access_ts = 300.0 WHERE pool_id = 1",
+        "UPDATE pools SET pool_id = 3 WHERE pool_id = 4",
+        "DELETE FROM pools WHERE pool_id = 4",
+        "DELETE FROM pools",
+        "DELETE FROM tokens WHERE pool_id = 4",
+        "UPDATE tokens SET own = zeroblob(12) WHERE pool_id = 4",
+        "UPDATE tokens SET own = x'0900000008000000070000' WHERE pool_id = 4",
+        "UPDATE tokens SET own = 'text' WHERE pool_id = 4",
+        "UPDATE tokens SET own = (SELECT own FROM tokens WHERE pool_id = 5) WHERE pool_id = 4",
+        "INSERT INTO pools SELECT 3, model_id, parent, branch_pos, prefix_len, tokens_hash, NULL, pin, ttl_s, auto, "
+        "created_ts, last_access_ts, checksum FROM pools WHERE pool_id = 5",
+        "UPDATE models SET fingerprint = 'model-b'",
+        "UPDATE models SET model_id = 2",
+        "DELETE FROM models",
+        "UPDATE header SET next_id = 1",
+        "UPDATE header SET model_id = 2",
+        "DELETE FROM header",
+        "INSERT INTO header SELECT 2, next_id, model_id, n_rows, sum, checksum FROM header",
+        "DROP TABLE policies",
+        "CREATE TRIGGER t AFTER DELETE ON pools BEGIN DELETE FROM tokens; END",
+        "CREATE TABLE more (a)",
+        "PRAGMA application_id = 7",
+        "PRAGMA user_version = 0",
+    ],
+)
+async def test_rows_altered_by_hand_are_noticed(path: Path, caplog: pytest.LogCaptureFixture, statement: str) -> None:
+    await written(path, family())
+    altered(path, statement)
+    await starts_empty(path, caplog)
+
+
+async def test_a_released_pool_does_not_come_back_with_an_old_page(
+    path: Path, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    await written(path, family())
+    old = read(path)
+    async with opened(path) as (journal, _):
+        await journal.pools_released([family()[3].pool_id])
+    new = read(path)
+    changed = [n for n in range(0, len(old), PAGE) if old[n : n + PAGE] != new[n : n + PAGE]]
+    assert len(changed) > 2
+    for n in changed:
+        put(path, new[:n] + old[n : n + PAGE] + new[n + PAGE :])
+        async with opened(path) as (_, found):
+            assert found.rows in ([], rows(family())[:3])
+
+
+async def test_a_newer_schema_is_kept_for_who_can_read_it(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    await written(path, family())
+    altered(path, "PRAGMA user_version = 2")
+    await starts_empty(path, caplog, why="schema version 2")
+
+
+async def test_a_foreign_database(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    altered(path, "CREATE TABLE bookmarks (url TEXT)", "INSERT INTO bookmarks VALUES ('x')")
+    await starts_empty(path, caplog, why="no journal of pools")
+
+
+@pytest.mark.parametrize("content", [b"", b"\0", b"hello, not a database at all\n" * 1000, bytes(100_000)])
+async def test_no_database_at_all(path: Path, caplog: pytest.LogCaptureFixture, content: bytes) -> None:
+    put(path, content)
+    await starts_empty(path, caplog)
+
+
+async def test_an_empty_folder_in_its_place(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    os.mkdir(path)
+    await starts_empty(path, caplog, why="no file")
+
+
+async def test_a_pipe_in_its_place_blocks_nobody(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    os.mkfifo(path)
+    async with opened(path) as (journal, found):
+        assert found.rows == []
+        assert journal.status["saved_copy"] is not None
+
+
+async def test_an_unreadable_file(
+    path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What SQLite says when it may not open it; who runs the tests may be allowed everything."""
+    await written(path, family())
+    connect, n = sqlite3.connect, 0
+
+    def refused_once(*args: object, **more: object) -> sqlite3.Connection:
+        nonlocal n
+        n += 1
+        return connect("file:/proc/none?mode=rw", uri=True) if n == 1 else connect(*args, **more)  # type: ignore[call-overload,no-any-return]
+
+    monkeypatch.setattr("sqlite3.connect", refused_once)
+    await starts_empty(path, caplog, why="unable to open")
+
+
+async def test_the_log_of_a_journal_that_is_gone_is_not_swallowed_by_a_new_one(
+    path: Path, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """SQLite would play a stale -wal back into whatever database lies beside it."""
+    live = tmp_path / "live" / "pools.db"
+    async with opened(live) as (journal, _):
+        await journal.bind(MODEL)
+        assert journal._db is not None
+        journal._db.checkpoint = lambda: None  # type: ignore[method-assign]
+        for pool in family():
+            await journal.pool_added(pool)
+        shutil.copy(f"{live}-wal", f"{path}-wal")
+    await starts_empty(path, caplog)
+    assert [name[-4:] for name in beside(path) if ".corrupt-" in name] == ["-wal"]
+
+
+async def test_torn_log_beside_the_file_leaves_an_earlier_state_or_nothing(path: Path, tmp_path: Path) -> None:
+    """Every state that it can be left in is one that was acknowledged at some moment."""
+    live = tmp_path / "live" / "pools.db"
+    states = [rows(family()[:n]) for n in range(5)]
+    async with opened(live) as (journal, _):
+        await journal.bind(MODEL)
+        assert journal._db is not None
+        journal._db.checkpoint = lambda: None  # type: ignore[method-assign]
+        for pool in family():
+            await journal.pool_added(pool)
+        main, wal = read(live), read(f"{live}-wal")
+    for n in range(0, len(wal), 1031):
+        put(path, main)
+        put(f"{path}-wal", wal[:n])
+        async with opened(path) as (journal, found):
+            assert journal.status["saved_copy"] is None
+            assert list(found.rows) in states
+
+
+async def test_damage_in_another_models_pools_is_noticed_when_they_are_wanted(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    await written(path, family())
+    async with opened(path) as (journal, _):
+        await journal.bind("model-b")
+        await journal.pool_added(root(6, 1))
+    altered(path, "UPDATE tokens SET own = zeroblob(12) WHERE pool_id = 4")
+    async with opened(path) as (journal, found):
+        assert found.rows == rows([root(6, 1)])
+        assert await journal.bind(MODEL) == []
+        assert "pool 4" in caplog.text
+        assert journal.status["saved_copy"] is not None
+        await journal.pool_added(child(8, root(7, 1, 2), 2, 3))
+    # Its parent was never told: that is what a damaged journal looks like, and none is opened.
+    assert await left(path) == []
