@@ -10,8 +10,9 @@ attach    the slot shares the cells of ``[0, P)`` with the pool: no copy, no pre
           tokens itself before it shares, so an answer is never wrong because of sharing.
 
 Rooms: ``tree`` (pools, hashes, matching; pure), ``gate`` (admission; pure), ``upstream`` (everything that talks
-to llama-server), ``control`` (the one writer of state), ``relay`` (the data plane), ``routes`` (the control
-plane), ``engine`` (fetch, patch, build and supervise llama-server), ``cli`` (``polykvctl``).
+to llama-server), ``store`` (the journal that pools survive restarts in), ``control`` (the one writer of state),
+``relay`` (the data plane), ``routes`` (the control plane), ``engine`` (fetch, patch, build and supervise llama-server),
+``cli`` (``polykvctl``).
 """
 
 __version__ = "0.1.0"

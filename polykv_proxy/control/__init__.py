@@ -4,6 +4,7 @@ core       ``Control``: what the doors talk to
 pools      plan → perform → commit or drop
 watch      what the engine is: reachable, patched, which start of it
 lease      one proxy per engine
+restore    what earlier runs left: the tree from the journal, for the engine's model, and back into the cache
 residency  what the engine holds, and single flight
 making     orders to the engine, and room for them
 retention  what stays and what goes: grace, pins and their budget

@@ -22,16 +22,18 @@ from polykv_proxy.control.lease import TTL_S, Lease
 from polykv_proxy.control.orders import AttachPlan, AttachRequest, CreatePool, ForkPool, Outcome
 from polykv_proxy.control.pools import PoolWork
 from polykv_proxy.control.residency import Residency
+from polykv_proxy.control.restore import Restorer
 from polykv_proxy.control.retention import Retention
 from polykv_proxy.control.room import Room
 from polykv_proxy.control.snapshots import Snapshots
 from polykv_proxy.control.views import Views
 from polykv_proxy.control.watch import HEARTBEAT_S, EngineWatch
 from polykv_proxy.doctor import Facts
-from polykv_proxy.errors import Draining, EngineOwned, SessionNotFound, UpstreamError
+from polykv_proxy.errors import Draining, EngineOwned, JournalFailed, JournalInUse, SessionNotFound, UpstreamError
 from polykv_proxy.ids import SessionId, SlotId
 from polykv_proxy.sessions import SessionBook
 from polykv_proxy.slots import Grant, SlotBook
+from polykv_proxy.store import Journal
 from polykv_proxy.tree.pool import Pool
 from polykv_proxy.tree.prefix import Tokens
 from polykv_proxy.tree.tree import PoolTree
@@ -60,6 +62,9 @@ class Control:
         key = settings.upstream_api_key
         self.settings = settings
         self.clock = clock
+        # Taken once: the time of one thing must not differ between two answers, nor between here and the journal.
+        unix_offset_s = time.time() - clock()
+        self.journal = Journal(settings.state_path, unix_offset_s=unix_offset_s)
         self.tree = PoolTree()
         self.sessions = SessionBook(gap_s=settings.session_gap_s, idle_s=settings.session_idle_s)
         self.slots = SlotBook(is_live=self.sessions.is_live)
@@ -108,11 +113,25 @@ class Control:
             may_change=lambda: self.owns_engine,
             clock=clock,
         )
+        self.restorer = Restorer(
+            tree=self.tree,
+            sessions=self.sessions,
+            journal=self.journal,
+            watch=self.watch,
+            residency=self.residency,
+            room=self.room,
+            tree_changed=self.comparer.forget_deepest,
+            grace_end_s=self.retention.grace_end_s,
+            clock=clock,
+            unix_offset_s=unix_offset_s,
+        )
         self.views = Views(
             self.tree,
             self.sessions,
             self.watch,
             clock,
+            unix_offset_s,
+            journal=self.journal,
             ledger=self.residency.ledger,
             in_use=self.room.in_use,
             grace_end_s=self.retention.grace_end_s,
@@ -128,6 +147,8 @@ class Control:
             snapshots=Snapshots(self.residency, self.sessions, self.slots),
             views=self.views,
             require_sharing=self._require_sharing,
+            journal=self.journal,
+            model=lambda: self.restorer.n_models,
             tree_changed=self.comparer.forget_deepest,
             learn_pool=self.comparer.learn_pool,
             clock=clock,
@@ -138,9 +159,11 @@ class Control:
             room=self.room,
             retention=self.retention,
             views=self.views,
+            journal=self.journal,
             require_sharing=self._require_sharing,
         )
         self._working: set[asyncio.Task[Any]] = set()
+        self._knew_engine = False
 
     @property
     def hooks(self) -> bool:
@@ -149,8 +172,8 @@ class Control:
 
     @property
     def owns_engine(self) -> bool:
-        """The lease is held, and what the engine holds is known."""
-        return self.lease.held and self.residency.compared
+        """The lease is held, what the engine holds is known, and the tree is that of its model."""
+        return self.lease.held and self.residency.compared and self.restorer.is_bound
 
     @property
     def ctx_total(self) -> int | None:
@@ -158,31 +181,34 @@ class Control:
         return self.watch.stats.n_ctx_slot if self.watch.stats is not None else None
 
     async def start(self) -> None:
-        """Start, also without the engine: it may come later.
+        """Start with the tree that is in the journal, also without the engine: it may come later.
 
-        Raises:  EngineOwned when another proxy that is alive manages it
+        Raises:  JournalInUse, EngineOwned (503) when another proxy that is alive has it
         """
-        await self.watch.start()
-        if self.watch.hooks and self.watch.state == "ready":
-            try:
+        try:
+            await self.restorer.load()
+            await self.watch.start()
+            if self.watch.hooks and self.watch.state == "ready":
                 await self.lease.take_at_start()
                 await self._beat()
-            except EngineOwned:
-                await self.stop()
-                raise
-            except UpstreamError as e:
-                log.warning("the engine is there but not usable yet: %s", e.message)
+        except (JournalInUse, EngineOwned):
+            await self.stop()
+            raise
+        except (UpstreamError, JournalFailed) as e:
+            log.warning("the engine is there but not usable yet: %s", e.message)
 
     async def stop(self) -> None:
         for task in self._working:
             task.cancel()
         await asyncio.gather(*self._working, return_exceptions=True)
         await self.watch.stop()
+        await self.restorer.stop()
         await self.attach.stop()
         await self.residency.stop()
         with contextlib.suppress(UpstreamError):
             await self.lease.give_up()
         await self.engine.close()
+        await self.journal.close()
 
     async def refresh(self) -> Stats | None:
         """Fresh stats of the engine; None when it has no hooks. Raises UpstreamError and its heirs."""
@@ -214,7 +240,8 @@ class Control:
         await self._require_owned()
 
     async def _require_owned(self) -> None:
-        """Raises EngineOwned (503) naming the holder, UpstreamError and its heirs."""
+        """Raises EngineOwned (503) naming the holder, JournalFailed (503), UpstreamError and its heirs."""
+        await self.restorer.require_bound()
         if not self.lease.held:
             await self.lease.renew()
         if not self.residency.compared:
@@ -282,7 +309,7 @@ class Control:
     async def unpin_pool(self, ref: int | str) -> dict[str, Any]:
         """Raises PoolNotFound (404), EngineUnpatched (501)."""
         await self._require_patched()
-        return self.keeping.unpin(self.tree.get(ref).pool_id)
+        return await self._in_own_task(self.keeping.unpin(self.tree.get(ref).pool_id))
 
     async def evict_pool(self, ref: int | str, to: str | None) -> dict[str, Any]:
         """Drop a pool's KV and keep the pool. See ``keeping``."""
@@ -318,6 +345,8 @@ class Control:
 
     def settle(self, plan: AttachPlan, outcome: Outcome) -> str | None:
         """Count a request that ended, and give the miss reason of its receipt."""
+        if plan.pool_id is not None and outcome.status == 200:
+            self.journal.pool_used(plan.pool_id)
         return self.attach.settle(plan, outcome)
 
     async def explain(self, plan: AttachPlan, outcome: Outcome) -> None:
@@ -333,7 +362,12 @@ class Control:
 
     def _engine_restarted(self, stats: Stats) -> None:
         self._engine_lost()
-        self.lease.forgotten()
+        if self._knew_engine:
+            self.lease.forgotten()
+        else:
+            self._knew_engine = True
+            self.residency.found_engine()
+        self.restorer.engine_started(stats)
         self._resize_slots(stats.n_slots)
 
     def _engine_lost(self) -> None:
@@ -350,15 +384,22 @@ class Control:
     async def _beat(self) -> None:
         closed = self.sessions.sweep(self.clock())
         self.slots.forget(closed)
-        self.retention.touch(self.room.in_use())
+        in_use = self.room.in_use()
+        self.retention.touch(in_use)
+        for pool_id in in_use:
+            self.journal.pool_used(pool_id)
         self.residency.ledger.sync()
+        self.journal.tick()
         try:
             await self.lease.renew_when_due()
-        except EngineOwned as e:
+            await self.restorer.require_bound()
+        except (EngineOwned, JournalFailed) as e:
             log.debug("%s", e.message)
             return
         await self.residency.settle()
         await self.room.relieve()
+        if self.owns_engine:
+            self.restorer.bring_back()
 
     async def _in_own_task(self, work: Coroutine[Any, Any, Made]) -> Made:
         """Let it finish whatever happens to the caller."""

@@ -8,8 +8,9 @@ from polykv_proxy.control.residency import Residency
 from polykv_proxy.control.retention import Retention
 from polykv_proxy.control.room import Room
 from polykv_proxy.control.views import Views, pool_answer
-from polykv_proxy.errors import PoolInUse, WarmUnavailable
+from polykv_proxy.errors import JournalFailed, PoolInUse, WarmUnavailable
 from polykv_proxy.ids import PoolId
+from polykv_proxy.store import Journal
 from polykv_proxy.tree.eviction import with_holders
 from polykv_proxy.tree.pool import Pool
 from polykv_proxy.tree.tree import PoolTree
@@ -28,8 +29,10 @@ class Keeping:
         room: Room,
         retention: Retention,
         views: Views,
+        journal: Journal,
         require_sharing: Callable[[], Awaitable[None]],
     ):
+        self._journal = journal
         self._tree, self._residency, self._room = tree, residency, room
         self._retention, self._views, self._require_sharing = retention, views, require_sharing
 
@@ -44,14 +47,23 @@ class Keeping:
         await self._residency.ensure(pool)
         pool = self._tree.get(pool_id)
         self._retention.check_pin(pool)  # somebody else may have pinned another one meanwhile
-        pool.pin = True
+        await self._set_pin(pool, True)
         return self._answer(pool)
 
-    def unpin(self, pool_id: PoolId) -> dict[str, Any]:
-        """Let a pool go under pressure again. What it holds stays until then."""
+    async def unpin(self, pool_id: PoolId) -> dict[str, Any]:
+        """Let a pool go under pressure again. What it holds stays until then. Raises JournalFailed (503)."""
         pool = self._tree.get(pool_id)
-        pool.pin = False
+        await self._set_pin(pool, False)
         return self._answer(pool)
+
+    async def _set_pin(self, pool: Pool, pin: bool) -> None:
+        """Answered when it is in the journal; what cannot be written down is not done."""
+        before, pool.pin = pool.pin, pin
+        try:
+            await self._journal.pool_changed(pool)
+        except JournalFailed:
+            pool.pin = before
+            raise
 
     async def evict(self, pool_id: PoolId, to: str | None) -> dict[str, Any]:
         """Drop a pool's sequence; the pool stays and comes back with the next attach. A pin does not refuse it.

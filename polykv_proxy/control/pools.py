@@ -16,9 +16,18 @@ from polykv_proxy.control.snapshots import Snapshots
 from polykv_proxy.control.sources import CHAT, fetch_tokens
 from polykv_proxy.control.views import Views, pool_answer
 from polykv_proxy.control.watch import EngineWatch
-from polykv_proxy.errors import BranchNotExact, PoolHasChildren, PoolInUse, RequestError, UpstreamError
+from polykv_proxy.errors import (
+    BranchNotExact,
+    JournalFailed,
+    PoolHasChildren,
+    PoolInUse,
+    RequestError,
+    UpstreamError,
+    UpstreamRestarted,
+)
 from polykv_proxy.ids import PoolId, SeqId, SessionId, SlotId
 from polykv_proxy.sessions import SessionBook
+from polykv_proxy.store import Journal
 from polykv_proxy.tree.pool import Pool, PoolPlan
 from polykv_proxy.tree.prefix import Tokens, lcp_tokens, make_tokens
 from polykv_proxy.tree.tree import PoolTree
@@ -29,7 +38,8 @@ log = logging.getLogger("polykv.pools")
 
 class PoolWork:
     """``require_sharing``: raises unless the engine can hold pools and is ours. ``tree_changed``, ``learn_pool``:
-    told."""
+    told. ``model``: changes when the engine runs another model, and with it every pool and token.
+    """
 
     def __init__(
         self,
@@ -43,6 +53,8 @@ class PoolWork:
         snapshots: Snapshots,
         views: Views,
         require_sharing: Callable[[], Awaitable[None]],
+        journal: Journal,
+        model: Callable[[], int],
         tree_changed: Callable[[], None],
         learn_pool: Callable[[Pool, str, dict[str, Any]], None],
         clock: Callable[[], float],
@@ -51,26 +63,28 @@ class PoolWork:
         self._residency, self._retention, self._snapshots = residency, retention, snapshots
         self._views, self._clock = views, clock
         self._require_sharing, self._tree_changed, self._learn_pool = require_sharing, tree_changed, learn_pool
+        self._journal, self._model = journal, model
         self._of_slot: dict[SlotId, PoolId] = {}
 
     async def create(self, order: CreatePool) -> dict[str, Any]:
         await self._require_sharing()
+        model = self._model()
         if order.source.from_session is not None:
-            return await self._create_from_session(order, order.source.from_session)
+            return await self._create_from_session(order, order.source.from_session, model)
         with _naming(order.source):
             tokens = self._in_vocabulary(await fetch_tokens(self._engine, order.source), order.source)
             plan = self._tree.plan_root(tokens, name=order.name)
         began_s = self._clock()
         with self._dropped_on_failure(plan), self._retention.pinning(plan, order.pin):
             made, _ = await self._residency.materialize(tokens, None, 0, plan.pool_id)
-        return await self._commit(plan, made, order, None, began_s)
+        return await self._commit(plan, made, order, None, began_s, model=model)
 
     async def fork(self, ref: int | str, order: ForkPool) -> dict[str, Any]:
         await self._require_sharing()
-        parent = self._tree.get(ref)
+        model, parent = self._model(), self._tree.get(ref)
         source = order.source
         if source.from_session is not None:
-            return await self._fork_from_session(parent, order, source.from_session)
+            return await self._fork_from_session(parent, order, source.from_session, model)
         with _naming(source):
             if source.own_tokens is not None:
                 own = self._in_vocabulary(make_tokens(source.own_tokens, param="own_tokens"), source)
@@ -89,7 +103,7 @@ class PoolWork:
             # Else the child takes the last sequence and holds the parent's range as well.
             made, shared = await self._residency.materialize(plan.tokens, parent, plan.branch_pos, plan.pool_id)
         branch_pos = made.branch_pos if shared else None
-        return await self._commit(plan, made, order, branch_pos, began_s, exact=order.exact)
+        return await self._commit(plan, made, order, branch_pos, began_s, model=model, exact=order.exact)
 
     async def _commit(
         self,
@@ -99,9 +113,14 @@ class PoolWork:
         branch_pos: int | None,
         began_s: float,
         *,
+        model: int,
         exact: bool = False,
     ) -> dict[str, Any]:
-        """The engine holds it: put it on the tree in the same step."""
+        """The engine holds it: put it on the tree in the same step, and answer when it is in the journal."""
+        if model != self._model():
+            self._tree.drop(plan)
+            await self._residency.give_back(SeqId(made.seq))
+            raise UpstreamRestarted("the engine was restarted with another model meanwhile")
         if branch_pos is not None and branch_pos > plan.branch_pos:
             branch_pos = plan.branch_pos
         if exact and branch_pos is not None and branch_pos != plan.branch_pos:
@@ -116,8 +135,31 @@ class PoolWork:
         self._tree_changed()
         await self._residency.adopt(pool, made)
         self._learn_messages(pool, order.source)
+        await self._keep(pool)
         log.info("pool %s: [%d, %d) in sequence %d", pool.label, pool.branch_pos, pool.prefix_len, made.seq)
         return pool_answer(pool) | {"materialize_ms": round((now_s - began_s) * 1e3, 1)}
+
+    async def _keep(self, pool: Pool) -> None:
+        """Write a pool down before anybody is told its id. Raises JournalFailed (503); then it is gone again."""
+        try:
+            await self._journal.pool_added(pool)
+        except JournalFailed:
+            try:
+                await self._take_off(pool.pool_id)
+            except (PoolHasChildren, PoolInUse):
+                log.error("pool %s is not kept over a restart: somebody made a fork of it already", pool.label)
+            raise
+
+    async def _take_off(self, pool_id: PoolId) -> None:
+        """Take a pool off the tree and give its sequence back. Raises PoolHasChildren, PoolInUse."""
+        self._residency.ledger.sync()
+        released = self._tree.release(pool_id) if pool_id in self._tree else []
+        self._residency.ledger.released(released)
+        seq_ids = [pool.seq_id for pool in released if pool.seq_id is not None]
+        self._residency.claim(seq_ids)
+        self._tree_changed()
+        self._sessions.released(pool_id)
+        await self._residency.give_back_claimed(seq_ids)
 
     def _in_vocabulary(self, tokens: Tokens, source: Source) -> Tokens:
         """Check ids that a caller made up. Raises RequestError (400) naming the first bad position."""
@@ -173,6 +215,7 @@ class PoolWork:
         freed = {"seq_ids": len(seq_ids), "kv_cells": n_cells, "kv_bytes": self._views.kv_bytes(n_cells)}
         if seq_ids and used_after is None:
             freed = dict.fromkeys(freed)  # the engine could not be asked; they are freed when it is back
+        await self._journal.pools_released(gone)
         return {
             "released": [pool.pool_id for pool in released],
             "freed_now": freed,
@@ -186,13 +229,15 @@ class PoolWork:
 
     # From what a slot holds ----------------------------------------------------------------------------------------
 
-    async def _create_from_session(self, order: CreatePool, session_id: SessionId) -> dict[str, Any]:
+    async def _create_from_session(self, order: CreatePool, session_id: SessionId, model: int) -> dict[str, Any]:
         began_s = self._clock()
         made, tokens = await self._snapshots.of_session(session_id)
         plan = await self._plan_or_give_back(made, lambda: self._tree.plan_root(tokens, name=order.name), order.pin)
-        return await self._commit(plan, made, order, None, began_s)
+        return await self._commit(plan, made, order, None, began_s, model=model)
 
-    async def _fork_from_session(self, parent: Pool, order: ForkPool, session_id: SessionId) -> dict[str, Any]:
+    async def _fork_from_session(
+        self, parent: Pool, order: ForkPool, session_id: SessionId, model: int
+    ) -> dict[str, Any]:
         began_s = self._clock()
         made, tokens = await self._snapshots.of_session(session_id)
         plan = await self._plan_or_give_back(
@@ -200,7 +245,7 @@ class PoolWork:
             lambda: self._tree.plan_fork(parent.pool_id, tokens, branch_pos=order.branch_pos, name=order.name),
             order.pin,
         )
-        return await self._commit(plan, made, order, None, began_s)
+        return await self._commit(plan, made, order, None, began_s, model=model)
 
     async def _plan_or_give_back(
         self, made: Materialized, make_plan: Callable[[], PoolPlan], pin: bool = False
@@ -229,6 +274,7 @@ class PoolWork:
         pool = self._tree.commit(plan, now_s=self._clock(), auto=True)
         self._tree_changed()
         await self._residency.adopt(pool, made)
+        await self._keep(pool)
         last, self._of_slot[slot_id] = self._of_slot.get(slot_id), pool.pool_id
         if last is not None:
             await self._let_go(last)
@@ -240,14 +286,9 @@ class PoolWork:
         if pool is None or not pool.auto or self._tree.children(pool_id) or pool_id in self._residency.in_use():
             return
         with contextlib.suppress(PoolInUse, PoolHasChildren):
-            self._residency.ledger.sync()
-            released = self._tree.release(pool_id)
-            self._residency.ledger.released(released)
-            seq_ids = [pool.seq_id for pool in released if pool.seq_id is not None]
-            self._residency.claim(seq_ids)
-            self._tree_changed()
-            self._sessions.released(pool_id)
-            await self._residency.give_back_claimed(seq_ids)
+            await self._take_off(pool_id)
+            with contextlib.suppress(JournalFailed):  # the journal said so, and tries again
+                await self._journal.pools_released([pool_id])
 
 
 @contextlib.contextmanager

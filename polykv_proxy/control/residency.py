@@ -53,10 +53,9 @@ class Residency(PoolMaker):
         super().__init__(tree, engine, watch, room, is_ours)
         room.sequences = self
         self._flights: dict[PoolId, _Flight] = {}
-        self._before_loss: dict[PoolId, Held] = {}
         self._outdated: set[tuple[SeqId, int]] = set()
         self.compared = True
-        """False after the lease was lost, until the engine's list was read under a new one."""
+        """False before the engine's list was read for the first time, and again after the lease was lost."""
         self._reconciling = asyncio.Lock()
 
     @property
@@ -116,6 +115,11 @@ class Residency(PoolMaker):
         """Pools whose own sequence an order under way may name to the engine."""
         return {*self._flights, *self._needed}
 
+    @property
+    def at_rest(self) -> bool:
+        """Nobody waits for the engine to make a pool resident."""
+        return not self._flights and not self._tags
+
     def in_use(self) -> set[PoolId]:
         return self._room.in_use()
 
@@ -140,7 +144,7 @@ class Residency(PoolMaker):
         return await self.adopt(pool, made)
 
     def _require(self, pool: Pool) -> None:
-        if pool.pool_id not in self._tree:
+        if self._tree.find(pool.pool_id) is not pool:
             raise PoolNotFound(f"pool {pool.label} was released meanwhile")
 
     async def adopt(self, pool: Pool, made: Materialized) -> Held:
@@ -169,33 +173,41 @@ class Residency(PoolMaker):
             if pool.residency == "resident":
                 self._tree.set_residency(pool.pool_id, "cold")
         self._giving.clear()
-        self._before_loss.clear()
         self._outdated.clear()
         self._n_changes += 1
         self.unsure, self.compared = True, True
 
     def lease_lost(self) -> None:
         """Another proxy may do with the sequences what it likes: none of them is ours until the engine was asked."""
-        before = dict(self._before_loss)
-        for pool in self._tree.residents():
-            if pool.seq_id is not None and pool.gen is not None and self._watch.epoch is not None:
-                before[pool.pool_id] = Held(pool.seq_id, pool.gen, self._watch.epoch)
         self._forget_sequences()
-        self._before_loss = before
         self._period += 1
         self.compared = False
 
-    def _find_again(self, listed: PoolList) -> None:
-        """Pools whose sequence is what it was when the lease was lost, by number, generation and tokens."""
-        ready = {(p.seq, p.gen): p.tokens_hash for p in listed.pools if p.state == "ready" and p.lora_current}
-        for pool_id, held in self._before_loss.items():
-            pool = self._tree.find(pool_id)
-            tokens_hash = ready.get((held.seq_id, held.gen))
-            if pool is None or pool.residency != "cold" or held.epoch != listed.epoch or not tokens_hash:
-                continue
-            if int(tokens_hash, 16) == pool.tokens_hash:
-                self._tree.set_residency(pool_id, "resident", seq_id=held.seq_id, gen=held.gen)
-        self._before_loss.clear()
+    def found_engine(self) -> None:
+        """An engine that this proxy sees for the first time may hold pools of an earlier run of it."""
+        self.drop_all()
+        self.compared = False
+
+    def _adopt_listed(self, listed: PoolList) -> None:
+        """Pools whose tokens a sequence holds that nobody owns, whoever had it made. Told by hash and length."""
+        owned = {pool.seq_id for pool in self._tree.residents()}
+        taken = owned | self._giving
+        strays = [p for p in listed.pools if p.state == "ready" and p.lora_current and p.tokens_hash]
+        strays = [p for p in strays if p.tag not in self._tags and p.seq not in taken]
+        if not strays:
+            return
+        wanted = {(int(p.tokens_hash or "0", 16), p.n_tokens) for p in strays}
+        cold: dict[tuple[int, int], list[Pool]] = {}
+        for pool in self._tree:
+            key = (pool.tokens_hash, pool.prefix_len)
+            if key in wanted and pool.residency == "cold":
+                cold.setdefault(key, []).append(pool)
+        for stray in strays:
+            pools = cold.get((int(stray.tokens_hash or "0", 16), stray.n_tokens))
+            if pools:
+                pool = pools.pop(0)
+                log.info("pool %s is in sequence %d already", pool.label, stray.seq)
+                self._tree.set_residency(pool.pool_id, "resident", seq_id=SeqId(stray.seq), gen=stray.gen)
 
     async def reconcile(self) -> None:
         """Compare with what the engine lists: pools it lost go cold, sequences nobody owns are freed.
@@ -208,7 +220,7 @@ class Residency(PoolMaker):
                 return
             if not self._is_ours():
                 return
-            self._find_again(listed)
+            self._adopt_listed(listed)
             self.compared = True
             self.unsure = any(p.state == "busy" and p.tag not in self._tags for p in listed.pools)
             ready = {p.seq: p.gen for p in listed.pools if p.state == "ready" and p.lora_current}

@@ -4,7 +4,6 @@ Who holds which cells is in the ledger: what a slot holds of pools is theirs, th
 ``Control.refresh`` first: views only read.
 """
 
-import time
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -13,6 +12,7 @@ from polykv_proxy.control.watch import EngineWatch
 from polykv_proxy.errors import SessionNotFound
 from polykv_proxy.ids import PoolId, SessionId, SlotId
 from polykv_proxy.sessions import Session, SessionBook
+from polykv_proxy.store import Journal
 from polykv_proxy.tree.accounting import kv_bytes
 from polykv_proxy.tree.pool import Pool
 from polykv_proxy.tree.tree import PoolTree
@@ -35,7 +35,10 @@ def pool_answer(pool: Pool) -> dict[str, Any]:
 
 
 class Views:
-    """``taken_by``: the other proxy that manages the engine, if there is one; what it holds is not ours to show."""
+    """``unix_offset_s``: Unix time minus the clock of all *_s.
+
+    ``taken_by``: the other proxy that manages the engine, if there is one; what it holds is not ours to show.
+    """
 
     def __init__(
         self,
@@ -43,16 +46,17 @@ class Views:
         sessions: SessionBook,
         watch: EngineWatch,
         clock: Callable[[], float],
+        unix_offset_s: float,
         *,
+        journal: Journal,
         ledger: Ledger,
         in_use: Callable[[], Collection[PoolId]],
         grace_end_s: Callable[[Pool], float],
         taken_by: Callable[[], str | None],
     ):
         self._tree, self._sessions, self._watch, self._clock = tree, sessions, watch, clock
+        self._journal, self._unix_offset_s = journal, unix_offset_s
         self._ledger, self._in_use, self._grace_end_s, self._taken_by = ledger, in_use, grace_end_s, taken_by
-        # Taken once: the time of one thing must not differ between two answers.
-        self._unix_offset_s = time.time() - clock()
 
     def pools(self, ref: int | str | None = None) -> dict[str, Any]:
         """The tree, or one subtree.
@@ -135,6 +139,7 @@ class Views:
                 "owner": taken_by,
                 "error": watch.failure.message if watch.failure is not None else None,
             },
+            "journal": self._journal.status,
             "pools": len(self._tree),
             "sessions": sum(1 for session in self._sessions if not session.closed),
         }

@@ -41,7 +41,7 @@ ENGINE: Errors = (
     errors.UpstreamRestarted,
     errors.UpstreamTimeout,
 )
-CHANGE: Errors = (*ENGINE, errors.EngineOwned)
+CHANGE: Errors = (*ENGINE, errors.EngineOwned, errors.JournalFailed)
 COME_BACK: Errors = (
     *CHANGE,
     errors.SharingUnsupported,

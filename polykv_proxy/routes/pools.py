@@ -76,10 +76,10 @@ def pool_routes(control: Control) -> list[web.RouteDef]:
 async def _refresh(control: Control) -> None:
     """Fresh numbers if they can be had. What is known of the tree is shown also while the engine is away.
 
-    Raises:  EngineUnpatched (501); UpstreamUnavailable, UpstreamLoading when it was never seen
+    Raises:  EngineUnpatched (501); UpstreamUnavailable, UpstreamLoading when it was never seen and there is no pool
     """
     try:
         await control.watch.require_patched()
     except (UpstreamUnavailable, UpstreamLoading, UpstreamTimeout):
-        if control.watch.stats is None:
+        if control.watch.stats is None and not len(control.tree):
             raise

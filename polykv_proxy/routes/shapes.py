@@ -295,11 +295,25 @@ class EngineHealth(_Shape):
     error: str | None
 
 
+class JournalHealth(_Shape):
+    """Where pools are kept over restarts."""
+
+    state: Literal["ok", "off", "unusable", "failing"]
+    """off: nothing is kept. unusable: pools live in memory instead. failing: the last write failed."""
+    path: str | None
+    error: str | None
+    saved_copy: str | None
+    """Where a journal that could not be read was put."""
+    pools_of_other_models: Count
+    """They wait until their model is the engine's again."""
+
+
 class Health(_Shape):
     """Whether new work is served, and what stands in the way."""
 
     status: Literal["ok", "loading", "upstream_unavailable", "not_owner", "draining"]
     engine: EngineHealth
+    journal: JournalHealth
     pools: Count
     sessions: Count
 

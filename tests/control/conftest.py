@@ -64,7 +64,7 @@ async def eventually(is_so: Callable[[], Any], timeout_s: float = 5) -> None:
 async def planes(
     engine: FakeEngine, lease_ttl_s: float = 5.0, heartbeat_s: float = 0.05, **settings: Any
 ) -> AsyncIterator[Plane]:
-    loaded = load_settings(upstream_url=engine.url, state=":memory:", **settings)
+    loaded = load_settings(upstream_url=engine.url, **{"state": ":memory:", **settings})
     control = Control(loaded, heartbeat_s=heartbeat_s, lease_ttl_s=lease_ttl_s)
     app = web.Application(client_max_size=control.settings.max_body_bytes)
     add_routes(app, control)

@@ -82,14 +82,14 @@ async def test_an_engine_that_restarts_learns_its_owner_again(engine):
 
 async def test_a_sequence_of_another_proxy_in_an_old_number_is_never_taken_for_ours_nor_freed_in_its_stead(engine):
     async with planes(engine) as plane:
-        two = await plane.create(tokens=[1, 2, 3], name="two")
+        two = await plane.create(tokens=[1, 2, 3], name="two", ttl_s=0)
         engine.hooks._owner = ("somebody else", time.monotonic() + 60)
         await eventually(lambda: not plane.control.hooks)
         assert plane.control.tree.get("two").seq_id is None
         other = EngineClient(engine.url)
         other.owner = "somebody else"
         await other.free(two["seq_id"])
-        theirs = await other.materialize(make_tokens([1, 2, 3]), tag="pool-1.1")
+        theirs = await other.materialize(make_tokens([1, 2, 4]), tag="pool-1.1")
         assert theirs.seq == two["seq_id"]
         await other.close()
 
@@ -101,6 +101,23 @@ async def test_a_sequence_of_another_proxy_in_an_old_number_is_never_taken_for_o
         status, _ = await plane.call("DELETE", "/polykv/pools/two")
         assert status == 200
         assert [pool.seq for pool in engine.ready_pools()] == [back["seq_id"]]
+
+
+async def test_a_sequence_that_another_proxy_left_is_adopted_for_its_tokens(engine):
+    async with planes(engine) as plane:
+        pool = await plane.create(tokens=[1, 2, 3], name="a", ttl_s=0)
+        engine.hooks._owner = ("somebody else", time.monotonic() + 60)
+        await eventually(lambda: not plane.control.hooks)
+        other = EngineClient(engine.url)
+        other.owner = "somebody else"
+        await other.free(pool["seq_id"])
+        shorter = await other.materialize(make_tokens([1, 2]), tag="theirs-1")
+        same = await other.materialize(make_tokens([1, 2, 3]), tag="theirs-2")
+        await other.close()
+        engine.hooks._owner = None
+        await eventually(lambda: plane.control.hooks)
+        assert plane.control.tree.get("a").seq_id == same.seq != shorter.seq
+        await eventually(lambda: [pool.seq for pool in engine.ready_pools()] == [same.seq])
 
 
 async def test_a_proxy_that_was_suspended_past_its_lease_asks_the_engine_and_finds_its_own_again(engine):

@@ -61,7 +61,7 @@ async def test_tokens_need_no_rendering_and_an_engine_that_was_there_once(plane)
 
 
 async def test_a_cold_pool_stays_cold(plane):
-    await plane.create(tokens=list(range(40)), name="a")
+    await plane.create(tokens=list(range(40)), name="a", ttl_s=0)
     await plane.engine.restart()
     await eventually(lambda: plane.control.tree.get("a").residency == "cold")
     assert (await match(plane, tokens=list(range(40))))["miss_reason"] == "cold"

@@ -1,0 +1,204 @@
+"""What earlier runs left: the tree from the journal, for the engine's model, and its pools back into the cache.
+
+1. At the start the tree of the model that was the engine's last is loaded. It is shown, cold, also while the
+   engine is away.
+2. An engine of another model: that step, and no later one, takes the whole tree away. Its pools wait in the
+   journal, and the other model's are loaded. Until they are there nothing is attached and nothing is made.
+3. Pools that the engine still holds are adopted (``Residency.reconcile``), with every first look at an engine.
+4. Then those that are pinned or were used a short while ago are brought back, one at a time and only while nobody
+   waits for the engine, without evicting anybody. The rest comes back with the next attach. So after every start of
+   either side.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+
+from polykv_proxy.control.residency import Residency
+from polykv_proxy.control.room import Room
+from polykv_proxy.control.watch import EngineWatch
+from polykv_proxy.errors import JournalFailed, PolyKVError
+from polykv_proxy.sessions import SessionBook
+from polykv_proxy.store import Journal, PoolRow
+from polykv_proxy.tree.pool import Pool
+from polykv_proxy.tree.tree import PoolTree
+from polykv_proxy.upstream import Stats
+
+log = logging.getLogger("polykv.restore")
+
+LOOK_AGAIN_S = 0.05
+"""While others wait for the engine: pools of earlier runs are brought back behind them."""
+
+
+class Restorer:
+    """``tree_changed``: told. ``unix_offset_s``: Unix time minus the clock of the pools."""
+
+    def __init__(
+        self,
+        *,
+        tree: PoolTree,
+        sessions: SessionBook,
+        journal: Journal,
+        watch: EngineWatch,
+        residency: Residency,
+        room: Room,
+        tree_changed: Callable[[], None],
+        grace_end_s: Callable[[Pool], float],
+        clock: Callable[[], float],
+        unix_offset_s: float,
+    ):
+        self._tree, self._sessions, self._journal, self._watch = tree, sessions, journal, watch
+        self._residency, self._room, self._tree_changed = residency, room, tree_changed
+        self._grace_end_s, self._clock, self._offset_s = grace_end_s, clock, unix_offset_s
+        self.n_models = 0
+        """Counts changes of the model: what was planned or rendered before one is not for the engine after it."""
+        self._fingerprint: str | None = None
+        self._is_bound = False
+        self._binding: asyncio.Task[None] | None = None
+        self._bringing: asyncio.Task[None] | None = None
+        self._brought_epoch: str | None = None
+
+    async def load(self) -> None:
+        """Open the journal and show the tree that was there last.
+
+        Raises:  JournalInUse (503)
+        """
+        opened = await self._journal.open()
+        self._tree.skip_ids(opened.next_id)
+        self._fingerprint = opened.fingerprint
+        self._put_back(opened.rows)
+
+    async def stop(self) -> None:
+        tasks = [task for task in (self._binding, self._bringing) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # The engine's model --------------------------------------------------------------------------------------------
+
+    @property
+    def is_bound(self) -> bool:
+        """The tree is that of the engine's model."""
+        return self._is_bound
+
+    def engine_started(self, stats: Stats) -> None:
+        """A new epoch was seen: if it runs another model, nothing of the tree is for it."""
+        fingerprint = stats.model.fingerprint
+        if fingerprint == self._fingerprint and (self._is_bound or self._binding_runs):
+            return
+        if fingerprint != self._fingerprint:
+            self._set_aside(fingerprint)
+        self._bind()
+
+    async def require_bound(self) -> None:
+        """Wait until the tree is that of the engine's model; of one that slept since we came nothing is known yet.
+
+        Raises:  JournalFailed (503)
+        """
+        if self._is_bound or self._fingerprint is None:
+            return
+        if not self._binding_runs:
+            self._bind()
+        if self._binding is not None:
+            await asyncio.shield(self._binding)
+
+    @property
+    def _binding_runs(self) -> bool:
+        return self._binding is not None and not self._binding.done()
+
+    def _set_aside(self, fingerprint: str) -> None:
+        if len(self._tree):
+            log.warning(
+                "the engine runs another model (%s, was %s): %d pools are set aside until that one is back",
+                fingerprint,
+                self._fingerprint,
+                len(self._tree),
+            )
+        for pool in self._tree:
+            self._sessions.released(pool.pool_id)
+        self._tree.clear()
+        self._tree_changed()
+        self._fingerprint, self._is_bound = fingerprint, False
+        self.n_models += 1
+
+    def _bind(self) -> None:
+        last = self._binding if self._binding_runs else None
+        self._binding = asyncio.create_task(self._bind_after(last), name="polykv-restore")
+        self._binding.add_done_callback(lambda task: task.cancelled() or task.exception())
+
+    async def _bind_after(self, last: "asyncio.Task[None] | None") -> None:
+        if last is not None:
+            await asyncio.wait([last])
+        fingerprint = self._fingerprint
+        if fingerprint is None:
+            return
+        shown = len(self._tree) > 0
+        try:
+            rows = await self._journal.bind(fingerprint)
+        except JournalFailed as e:
+            log.error("pools can be neither loaded nor made: %s", e.message)
+            raise
+        if fingerprint != self._fingerprint:
+            return  # and another one after it
+        if not shown:
+            self._put_back(rows)
+        self._is_bound = True
+
+    def _put_back(self, rows: Sequence[PoolRow]) -> None:
+        for row in rows:
+            self._tree.restore(
+                row.pool_id,
+                parent=row.parent,
+                branch_pos=row.branch_pos,
+                own=row.own,
+                tokens_hash=row.tokens_hash,
+                name=row.name,
+                pin=row.pin,
+                ttl_s=row.ttl_s,
+                auto=row.auto,
+                created_s=row.created_ts - self._offset_s,
+                last_access_s=row.last_access_ts - self._offset_s,
+            )
+        if rows:
+            log.info("%d pools of an earlier run", len(rows))
+            self._tree_changed()
+
+    # Back into the cache -------------------------------------------------------------------------------------------
+
+    def bring_back(self) -> None:
+        """Called by the heartbeat once the engine is ours and its list was read: once per start of it."""
+        if not self._is_bound or self._watch.epoch is None or self._brought_epoch == self._watch.epoch:
+            return
+        self._brought_epoch = self._watch.epoch
+        if self._bringing is not None:
+            self._bringing.cancel()
+        wanted = self._wanted()
+        if wanted:
+            log.info("bringing %d pools back that are pinned or were used a short while ago", len(wanted))
+            self._bringing = asyncio.create_task(self._bring(wanted, self._brought_epoch), name="polykv-bring-back")
+
+    def _wanted(self) -> list[Pool]:
+        """Pinned first, then the last used; a parent before its children among equals."""
+        cold = [pool for pool in self._tree if self._residency.held(pool) is None]
+        now_s = self._clock()
+        wanted = [pool for pool in cold if pool.pin or self._grace_end_s(pool) > now_s]
+        return sorted(wanted, key=lambda pool: (not pool.pin, -pool.last_use_s, pool.depth))
+
+    async def _bring(self, wanted: Sequence[Pool], epoch: str) -> None:
+        n_left = 0
+        for pool in wanted:
+            while not self._residency.at_rest:  # noqa: ASYNC110 - who comes last looks last
+                await asyncio.sleep(LOOK_AGAIN_S)
+            if self._watch.epoch != epoch:
+                return
+            if self._tree.find(pool.pool_id) is not pool or self._residency.held(pool) is not None:
+                continue
+            if self._residency.n_free() < 1 or not self._room.fits(self._residency.n_missing(pool)):
+                n_left += 1
+                continue
+            try:
+                await self._residency.ensure(pool)
+            except PolyKVError as e:
+                log.info("pool %s stays cold until it is asked for: %s", pool.label, e.message)
+        if n_left:
+            log.info("%d of them stay cold until they are asked for: the engine has no room for more", n_left)
