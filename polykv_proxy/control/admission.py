@@ -2,24 +2,35 @@
 
     1. A guess by the length of its body fits by what is known: go.
     2. It fits by fresh stats: go.
-    3. Only now is it rendered, to be counted. A prompt that the engine refuses anyway is left to it.
+    3. Only now is it rendered, to be counted; with media in it, llama-server's own routes for that count it. A prompt
+       that the engine refuses anyway is left to it.
     4. With its pool or without it: what nobody uses is evicted for it, or it waits (``room``).
 
-What cannot be counted goes out uncounted, and the engine has the last word.
+What cannot be counted goes out uncounted, and the engine has the last word. For media in a prompt of the completion
+routes, which nobody counts, what a guess needs is made free as far as unused pools can give it. How many tokens a
+picture takes cannot be told from its bytes, so as long as it is not counted a body with media may fill the context.
 """
 
 import logging
 from dataclasses import replace
 
-from polykv_proxy.control.compare import Comparer, Comparison, Unpooled
+from polykv_proxy.control.compare import Comparer, Comparison
 from polykv_proxy.control.orders import AttachRequest
 from polykv_proxy.control.residency import Residency
 from polykv_proxy.control.room import FIRST_CELLS, Room
-from polykv_proxy.control.sizes import ANSWER_CELLS, TEMPLATE_TOKENS, answer_cells, guess_tokens, n_choices
+from polykv_proxy.control.sizes import (
+    ANSWER_CELLS,
+    TEMPLATE_TOKENS,
+    answer_cells,
+    guess_media_tokens,
+    guess_tokens,
+    n_choices,
+)
 from polykv_proxy.control.watch import EngineWatch
 from polykv_proxy.errors import UpstreamError
 from polykv_proxy.ids import SessionId
 from polykv_proxy.tree.pool import Pool
+from polykv_proxy.upstream.client import COUNTS
 
 log = logging.getLogger("polykv.attach")
 
@@ -64,8 +75,14 @@ class Admission:
         self, request: AttachRequest, found: Comparison, pool: Pool | None, n_answer: int
     ) -> tuple[Comparison, Pool | None]:
         if found.n_total is None:
-            found = await self._count(request, found)
-        if found.n_total is None or self._too_long(found):
+            counted = await self._comparer.count(request)
+            if counted is not None:
+                found = replace(found, n_prompts=counted[0], n_total=counted[1])
+            elif request.has_media:
+                found = replace(found, n_total=0)  # nothing is known of it, and nothing kept for it
+                if request.path not in COUNTS:
+                    await self._room.make(0, self._at_most(guess_media_tokens(request.body), found) + n_answer)
+        if not found.n_total or self._too_long(found):
             return found, pool
         options = [pool, None] if pool is not None else [None]
         n_first = min(FIRST_CELLS, n_answer)
@@ -74,19 +91,18 @@ class Admission:
         )
         return found, options[place]
 
-    async def _count(self, request: AttachRequest, found: Comparison) -> Comparison:
-        """It is getting tight: render what was not, only to count it."""
-        try:
-            prompts = await self._comparer.render(request)
-        except Unpooled:
-            return found
-        n_prompts, n_total = self._comparer.at_once([len(tokens) for tokens in prompts])
-        return replace(found, n_prompts=n_prompts, n_total=n_total)
-
     def _too_long(self, found: Comparison) -> bool:
         """The engine will refuse it, in its own words."""
         n_ctx = self._watch.stats.n_ctx_slot if self._watch.stats is not None else None
         return n_ctx is not None and (found.n_total or 0) >= n_ctx * found.n_prompts
+
+    def _at_most(self, n_tokens: int | None, found: Comparison) -> int:
+        """No more than the contexts of its prompts, which is the guess when there is none."""
+        n_ctx = self._watch.stats.n_ctx_slot if self._watch.stats is not None else None
+        if n_ctx is None:
+            return n_tokens or 0
+        n_most = n_ctx * found.n_prompts
+        return n_most if n_tokens is None else min(n_most, n_tokens)
 
     def _n_cells(self, request: AttachRequest, found: Comparison, pool: Pool | None) -> int:
         """Cells of the request, and of its pool if that is not resident."""
@@ -97,8 +113,6 @@ class Admission:
         """Cells of the prompts beyond what is shared, and one for each first token."""
         n_total = found.n_total
         if n_total is None:
-            n_ctx = self._watch.stats.n_ctx_slot if self._watch.stats is not None else None
-            n_total = guess_tokens(request.body)
-            n_total = n_total if n_ctx is None else min(n_ctx * found.n_prompts, n_total)
+            n_total = self._at_most(None if request.has_media else guess_tokens(request.body), found)
         n_shared = found.prefix_n_tokens * found.n_prompts if pool is not None else 0
         return max(0, n_total - n_shared) + n_choices(request.body) * found.n_prompts

@@ -14,6 +14,7 @@ match (400), a pool that does not exist when strictness was asked for (404), and
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 from polykv_proxy.control.admission import Admission
 from polykv_proxy.control.compare import Comparer, Comparison, Unpooled
@@ -89,7 +90,7 @@ class Attacher:
             found = await self._choose(request, named)
         except Unpooled as e:
             if e.plan.miss_reason == "incompatible" and e.found is None:
-                return e.plan  # what is in it besides text takes cells that nobody can count
+                request = replace(request, has_media=True)  # there is more than text in it, and the engine said so
             found, unpooled = e.found or Comparison(), e.plan
         # 4.
         pool = found.pool if unpooled is None else None

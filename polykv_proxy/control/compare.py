@@ -179,6 +179,21 @@ class Comparer:
             raise Unpooled("incompatible")
         return list(rendered.prompts)
 
+    async def count(self, request: AttachRequest) -> tuple[int, int] | None:
+        """How many prompts the engine works on at the same time, and their tokens; None: that cannot be said."""
+        if request.has_media:
+            try:
+                n_tokens = await self._engine.count(request.path, request.body)
+            except PolyKVError as e:
+                log.info("not counted: %s", e.message)  # the engine will say it to the client in its own words
+                return None
+            return (1, n_tokens) if n_tokens is not None else None
+        try:
+            prompts = await self.render(request)
+        except Unpooled:
+            return None
+        return self.at_once([len(tokens) for tokens in prompts])
+
     def _remember(self, chat: Conversation, target: PoolId | None, compared: Comparison, version: int) -> None:
         pool_id = compared.pool.pool_id if compared.pool is not None else None
         n_tokens = compared.n_tokens or 0

@@ -60,6 +60,7 @@ class AttachRequest:
     """One attachable request. ``explicit``: it carried a field of the contract; ``strict``: no such pool is a 404.
 
     ``shareable`` False: its own fields forbid sharing (``incompatible``), so only its cells matter.
+    ``has_media``: only the engine can say how many tokens it has.
     ``takes_a_slot`` False: it stands in no line of ours for one.
     """
 
@@ -72,6 +73,7 @@ class AttachRequest:
     explicit: bool = False
     strict: bool = False
     shareable: bool = True
+    has_media: bool = False
     takes_a_slot: bool = True
 
 

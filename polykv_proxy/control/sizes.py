@@ -15,6 +15,9 @@ _LIMITS = ("max_tokens", "max_completion_tokens", "n_predict", "max_output_token
 TEMPLATE_TOKENS = 256
 """What a chat template adds to a body's text."""
 
+MEDIUM_TOKENS = 1024
+"""What a picture takes in most models, at most; a few take more for large ones."""
+
 _A_TOKEN_EACH = bytes([*b"0123456789", *range(0x80, 0x100)])
 """Digits and bytes beyond ASCII may each be a token. Of other text it takes at least two bytes to make one."""
 
@@ -27,6 +30,17 @@ def guess_tokens(body: Mapping[str, Any]) -> int:
     raw = orjson.dumps(body, option=orjson.OPT_NON_STR_KEYS)
     n_text = len(raw.translate(None, _A_TOKEN_EACH))
     return n_tokens + n_text // 2 + (len(raw) - n_text) + TEMPLATE_TOKENS
+
+
+def guess_media_tokens(body: Mapping[str, Any]) -> int:
+    """The same for a body of the completion routes whose prompts carry media beside their text."""
+    prompt, n_media, texts = body.get("prompt"), 0, []
+    for part in prompt if isinstance(prompt, list) else [prompt]:
+        if isinstance(part, dict):
+            media, part = part.get("multimodal_data"), part.get("prompt_string")
+            n_media += len(media) if isinstance(media, list) else 0
+        texts.append(part)
+    return guess_tokens({**body, "prompt": texts}) + MEDIUM_TOKENS * n_media
 
 
 def n_choices(body: Mapping[str, Any]) -> int:

@@ -107,9 +107,6 @@ class TurnRelay:
 
     async def _decide(self, session: Session) -> None:
         call, receipt = self._call, self._receipt
-        if call.has_media:
-            receipt.miss_reason = "incompatible"  # and nobody knows how many cells it will take
-            return
         fields, attach = call.fields, self._control.attach
         if not (call.explicit or call.incompatible or len(self._control.tree)) and attach.admission.lets_in(
             len(call.raw), session.session_id
@@ -126,6 +123,7 @@ class TurnRelay:
                 explicit=call.explicit,
                 strict=fields.strict,
                 shareable=not call.incompatible,
+                has_media=call.has_media,
                 takes_a_slot=call.own_slot is None,
             )
         )

@@ -32,6 +32,14 @@ READ_S = 5.0
 RENDER_S = 30.0
 MUTATE_S = 120.0
 
+COUNTS = {
+    "/chat/completions": "/v1/chat/completions/input_tokens",
+    "/v1/chat/completions": "/v1/chat/completions/input_tokens",
+    "/v1/messages": "/v1/messages/count_tokens",
+    "/v1/responses": "/v1/responses/input_tokens",
+}
+"""llama-server's own routes that count the tokens of a body, media too. It has none for completions."""
+
 RENDERS_AT_ONCE = 2
 """A template can take minutes, and the engine goes on with it when nobody listens: its other threads stay free."""
 RENDER_BYTES_PER_TOKEN, RENDER_BYTES = 256, 64 << 10
@@ -206,6 +214,23 @@ class EngineClient:
             return Rendered.read(answer)
         except (KeyError, TypeError, ValueError, OverflowError) as e:
             raise UpstreamError(f"render: the engine's answer cannot be read ({e})") from e
+
+    async def count(self, path: str, body: dict[str, Any]) -> int | None:
+        """Tokens of a chat's body with all its media; None when there is no such count for the route ``path``.
+
+        Waits for its turn as ``render`` does: the engine decodes pictures for it, and fetches those that are addresses.
+
+        Raises:  PolyKVError when the engine cannot count it; the route will refuse it in its own words
+        """
+        if path not in COUNTS:
+            return None
+        asked = orjson.dumps(body, option=orjson.OPT_NON_STR_KEYS)
+        async with self._renders:
+            answer = await _retry(lambda: self._json("POST", COUNTS[path], asked, "count", RENDER_S))
+        n_tokens = answer.get("input_tokens")
+        if not isinstance(n_tokens, int) or n_tokens < 0:
+            raise UpstreamError("count: the engine's answer has no input_tokens")
+        return n_tokens
 
     async def props(self) -> dict[str, Any]:
         """llama-server's own ``/props``."""

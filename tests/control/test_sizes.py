@@ -4,7 +4,15 @@ from typing import Any
 
 import pytest
 
-from polykv_proxy.control.sizes import ANSWER_CELLS, TEMPLATE_TOKENS, answer_cells, guess_tokens, n_choices
+from polykv_proxy.control.sizes import (
+    ANSWER_CELLS,
+    MEDIUM_TOKENS,
+    TEMPLATE_TOKENS,
+    answer_cells,
+    guess_media_tokens,
+    guess_tokens,
+    n_choices,
+)
 
 
 @pytest.mark.parametrize(
@@ -20,6 +28,18 @@ from polykv_proxy.control.sizes import ANSWER_CELLS, TEMPLATE_TOKENS, answer_cel
 )
 def test_tokens_of_a_body(body: dict[str, Any], n_tokens: int) -> None:
     assert guess_tokens(body) == n_tokens + TEMPLATE_TOKENS
+
+
+@pytest.mark.parametrize(
+    ("prompt", "n_tokens"),
+    [
+        ({"prompt_string": "w" * 1000, "multimodal_data": ["A" * 10_000]}, MEDIUM_TOKENS + 500 + 7),
+        ([{"prompt_string": "w" * 1000, "multimodal_data": ["A", "B"]}, "w" * 1000], 2 * MEDIUM_TOKENS + 1000 + 9),
+        ({"multimodal_data": "?"}, 8),
+    ],
+)
+def test_tokens_of_a_prompt_with_media(prompt: Any, n_tokens: int) -> None:
+    assert guess_media_tokens({"prompt": prompt}) == n_tokens + TEMPLATE_TOKENS
 
 
 def test_the_beginning_of_an_answer() -> None:

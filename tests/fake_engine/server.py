@@ -113,6 +113,8 @@ class FakeEngine:
             self.hooks.add_routes(app)
         for path in ATTACHABLE:
             app.router.add_post(path, self._completion)
+        for path in ("/v1/chat/completions", "/v1/responses", "/v1/messages"):
+            app.router.add_post(path + ("/count_tokens" if path == "/v1/messages" else "/input_tokens"), self._count)
         app.router.add_get("/health", _ok({"status": "ok"}))
         app.router.add_get("/v1/models", _ok({"object": "list", "data": [{"id": "toy", "object": "model"}]}))
         app.router.add_get("/props", self._props)
@@ -221,6 +223,10 @@ class FakeEngine:
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         return web.json_response({"tokens": self.template.tokenizer.encode((await request.json())["content"])})
+
+    async def _count(self, request: web.Request) -> web.Response:
+        lists, _ = self.template.render(request.path.rpartition("/")[0], await request.json())
+        return web.json_response({"input_tokens": len(lists[0])})
 
     async def _apply_template(self, request: web.Request) -> web.Response:
         lists, _ = self.template.render("/v1/chat/completions", await request.json())

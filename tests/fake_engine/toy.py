@@ -38,10 +38,14 @@ class ToyTokenizer:
 
 
 class Template:
-    """``refuses``: messages → reason, to play templates that insist on an order of roles."""
+    """``refuses``: messages → reason, to play templates that insist on an order of roles.
+
+    ``image``: the text that stands for a picture, and is as long.
+    """
 
     def __init__(self) -> None:
         self.tokenizer = ToyTokenizer()
+        self.image = "<image>"
         self.refuses: Callable[[list[dict[str, Any]]], str | None] = lambda messages: None
 
     def render(self, path: str, body: dict[str, Any]) -> tuple[list[list[int]], bool]:
@@ -102,7 +106,7 @@ class Template:
         for i, message in enumerate(messages):
             if not isinstance(message, dict) or "role" not in message:
                 raise Refused("each message needs a role")
-            text, m = _content(message.get("content"))
+            text, m = _content(message.get("content"), self.image)
             media = media or m
             if message.get("tool_calls"):
                 text += json.dumps(message["tool_calls"], sort_keys=True)
@@ -115,7 +119,7 @@ class Template:
         return out, media
 
 
-def _content(content: Any) -> tuple[str, bool]:
+def _content(content: Any, image: str) -> tuple[str, bool]:
     if content is None:
         return "", False
     if isinstance(content, str):
@@ -127,7 +131,7 @@ def _content(content: Any) -> tuple[str, bool]:
             text += part["text"]
         else:
             media = True
-            text += "<image>"
+            text += image
     return text, media
 
 
