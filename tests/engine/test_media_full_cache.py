@@ -8,7 +8,7 @@ import pytest
 
 from .binaries import binary_path
 from .noise import Noise
-from .pictures import CHAT, Json, chat, picture, seeing, text_of
+from .pictures import CHAT, QUESTION, Json, chat, picture, seeing, text_of
 from .stack import ProxyStack
 from .test_full_cache import pool
 from .tiny_models import tiny_model_path, write_tiny_projector
@@ -77,7 +77,7 @@ def test_its_answer_is_the_engines_own(full: ProxyStack) -> None:
 def test_pools_leave_for_a_picture_in_a_plain_prompt(full: ProxyStack) -> None:
     """Nobody counts those: room is made for a guess, which is more than this cache has."""
     marker = httpx.get(f"{full.engine_url}/props", timeout=60).raise_for_status().json()["media_marker"]
-    prompt = {"prompt_string": SYSTEM + marker, "multimodal_data": [SOURCE["data"]]}
+    prompt = {"prompt_string": f"{SYSTEM}{marker}{QUESTION}", "multimodal_data": [SOURCE["data"]]}
     answer = full.http.post("/completion", json={"prompt": prompt, "n_predict": 16})
     assert answer.status_code == 200, answer.text
     assert n_resident(full) == 0
