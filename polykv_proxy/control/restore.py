@@ -6,8 +6,8 @@
    journal, and the other model's are loaded. Until they are there nothing is attached and nothing is made.
 3. Pools that the engine still holds are adopted (``Residency.reconcile``), with every first look at an engine.
 4. Then those that are pinned or were used a short while ago are brought back, one at a time and only while nobody
-   waits for the engine, without evicting anybody. The rest comes back with the next attach. So after every start of
-   either side.
+   waits for the engine, without evicting anybody (pinned ones may, as with every order). The rest comes back with the
+   next attach. So after every start of either side.
 """
 
 import asyncio
@@ -193,7 +193,8 @@ class Restorer:
                 return
             if self._tree.find(pool.pool_id) is not pool or self._residency.held(pool) is not None:
                 continue
-            if self._residency.n_free() < 1 or not self._room.fits(self._residency.n_missing(pool)):
+            has_room = self._residency.n_free() > 0 and self._room.fits(self._residency.n_missing(pool))
+            if not pool.pin and not has_room:
                 n_left += 1
                 continue
             try:

@@ -63,6 +63,7 @@ class Journal:
         self._lock_fd: int | None = None
         self._db: Database | None = None
         self._fingerprint: str | None = None
+        self._closed = False
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="polykv-journal")
         self._turn = asyncio.Lock()
         self._waiting: list[_Write] = []
@@ -91,8 +92,10 @@ class Journal:
         while self._writing is not None and not self._writing.done():
             await asyncio.wait([self._writing])
         async with self._turn:
-            await self._in_thread(self._close)
-        self._thread.shutdown()
+            if not self._closed:
+                self._closed = True
+                await self._in_thread(self._close)
+                self._thread.shutdown()
 
     async def bind(self, fingerprint: str) -> list[PoolRow]:
         """From here on pools are made by this model. Gives those that it has, parents first.
@@ -279,7 +282,8 @@ class Journal:
         if self._db is None:
             raise JournalFailed("the journal is not open")
         try:
-            self._db.write([Bound(fingerprint)])
+            if fingerprint != self._db.fingerprint:  # a full disk is no reason not to use what is there
+                self._db.write([Bound(fingerprint)])
             try:
                 rows = self._db.load()
             except Damaged as e:

@@ -158,6 +158,37 @@ async def test_parents_come_back_before_their_children_and_nothing_is_prefilled_
         assert engine.cache.used() == engine.hooks.n_processed
 
 
+async def test_a_pinned_pool_gets_its_sequence_back_from_one_that_is_not(state):
+    async with FakeEngine(max_pools=2) as engine, planes(engine, state=state) as plane:
+        await plane.create(prompt="P" * SHORT, name="p", pin=True)
+        engine.max_pools = 1
+        hold = Hold()
+        engine.on("list", "request", hold)
+        await engine.restart()
+        await hold.reached()  # before anything is brought back somebody else is faster
+        plane.control.restorer._brought_epoch = plane.control.watch.epoch
+        hold.release()
+        await eventually(lambda: plane.control.hooks)
+        await plane.create(prompt="U" * SHORT, name="u", ttl_s=0)
+        plane.control.restorer._brought_epoch = None
+        await eventually(lambda: [p.label for p in plane.control.tree.residents()] == ["p"])
+
+
+async def test_pins_are_kept_and_one_that_cannot_be_written_is_not_set(engine, state):
+    async with planes(engine, state=state) as plane:
+        await family(plane)
+        assert (await plane.call("POST", "/polykv/pools/a/pin"))[0] == 200
+        assert (await plane.call("POST", "/polykv/pools/p/unpin"))[0] == 200
+        full(plane, "query_only = 1")
+        await plane.refused(503, "journal_failed", "POST", "/polykv/pools/b/pin")
+        await plane.refused(503, "journal_failed", "POST", "/polykv/pools/a/unpin")
+        before = await tree_of(plane)
+        assert {pool["name"]: pool["pinned"] for pool in before} == {"a": True, "b": False, "c": False, "p": False}
+        full(plane, "query_only = 0")
+    async with planes(engine, state=state) as plane:
+        assert await tree_of(plane) == before
+
+
 async def test_bringing_back_evicts_nobody_and_stops_when_the_engine_is_full(state):
     async with FakeEngine(max_pools=3) as engine, planes(engine, state=state) as plane:
         for i in range(3):

@@ -268,6 +268,15 @@ async def test_what_could_not_be_written_is_told_and_releases_are_owed(
     assert await left(path) == rows([pool for pool in (trunk, apart, again) if pool not in gone])
 
 
+async def test_a_full_disk_is_no_reason_not_to_use_what_is_there(path: Path) -> None:
+    await written(path, family())
+    async with opened(path) as (journal, _):
+        limited(journal, "query_only = 1")
+        assert await journal.bind(MODEL) == rows(family())
+        with pytest.raises(JournalFailed, match="readonly"):
+            await journal.bind("model-b")
+
+
 async def test_one_that_cannot_be_written_fails_alone(path: Path) -> None:
     async with opened(path) as (journal, _):
         await journal.bind(MODEL)
