@@ -274,7 +274,7 @@ async def test_two_thousand_pools_on_sixteen_sequences():
 async def test_what_is_in_use_is_not_thrashed_by_a_crowd_and_all_are_served():
     async with FakeEngine(max_pools=4) as engine, planes(engine) as plane:
         await plane.create(tokens=[7] * 30, name="busy")
-        attach_session(plane, "s", "busy")
+        run_session(plane, "s", "busy")
         for i in range(40):
             plant(plane, [i] * 20, name=f"p{i}")
         engine.prefill_s = 0.0001
