@@ -228,6 +228,7 @@ class Control:
             tree=self.tree,
             sessions=self.sessions,
             room=self.room,
+            journal=self.journal.status,
             now_s=self.clock(),
         )
 

@@ -2,8 +2,10 @@
 its findings goes to the log when an engine was found."""
 
 import logging
+from collections.abc import Mapping
+from typing import Any
 
-from polykv_proxy.config import MEMORY_STATE, Settings
+from polykv_proxy.config import Settings
 from polykv_proxy.control.lease import Lease
 from polykv_proxy.control.room import Room
 from polykv_proxy.control.watch import EngineWatch
@@ -27,9 +29,12 @@ def collect_facts(
     tree: PoolTree,
     sessions: SessionBook,
     room: Room,
+    journal: Mapping[str, Any],
     now_s: float,
 ) -> Facts:
     """What is known now. Ask ``Control.refresh`` first: this only reads.
+
+    ``journal``: its status as ``GET /polykv/health`` shows it.
 
     Units:   now_s seconds, the clock of the sessions
     """
@@ -83,7 +88,10 @@ def collect_facts(
         hosts=settings.hosts,
         has_admin_key=settings.admin_key is not None,
         has_data_keys=bool(settings.data_keys),
-        state_in_memory=settings.state_path == MEMORY_STATE,
+        journal=journal["state"],
+        journal_error=journal["error"],
+        journal_saved_copy=journal["saved_copy"],
+        n_pools_of_other_models=journal["pools_of_other_models"],
         warm_tier=WARM_TIER,
     )
 

@@ -11,7 +11,13 @@ from polykv_proxy.doctor.finding import SEVERITIES, Finding
 
 Check = Callable[[Facts], Finding | None]
 
-ALWAYS: list[Check] = [use.no_admin_key, use.journal, use.warm]
+ALWAYS: list[Check] = [
+    use.no_admin_key,
+    use.journal,
+    use.damaged_journal,
+    use.pools_of_other_models,
+    use.warm,
+]
 
 WITHOUT_ENGINE: list[Check] = [layout.engine_unreachable]
 

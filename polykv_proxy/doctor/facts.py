@@ -28,7 +28,8 @@ class Facts:
 
     ``owner``: another proxy that manages the engine's pools. ``n_idle_pools``, ``n_idle_cells``: resident pools that
     nobody uses, and their cells.
-    ``hosts``: where the proxy listens. ``state_in_memory``: pools are forgotten when the proxy ends.
+    ``hosts``: where the proxy listens. ``journal``: off = pools are forgotten when the proxy ends.
+    ``journal_saved_copy``: where a damaged one was put.
     Units:   *_cells cells of the cache; n_ctx_slot tokens; recurrent_bytes bytes of one sequence's state
     """
 
@@ -62,7 +63,10 @@ class Facts:
     hosts: tuple[str, ...] = ()
     has_admin_key: bool | None = None
     has_data_keys: bool | None = None
-    state_in_memory: bool | None = None
+    journal: Literal["ok", "off", "unusable", "failing"] | None = None
+    journal_error: str | None = None
+    journal_saved_copy: str | None = None
+    n_pools_of_other_models: int | None = None
     warm_tier: bool | None = None
 
 

@@ -78,14 +78,47 @@ def no_admin_key(facts: Facts) -> Finding | None:
 
 
 def journal(facts: Facts) -> Finding | None:
-    if not facts.state_in_memory:
+    if facts.journal == "off":
+        return Finding(
+            "journal_in_memory",
+            "warning",
+            "pools are kept in memory only (--state :memory:)",
+            "they are gone, names and ids too, when the proxy ends",
+            "--state FILE, or leave it out for the default",
+        )
+    if facts.journal in ("unusable", "failing"):
+        return Finding(
+            "journal_not_written",
+            "error",
+            "the journal of pools cannot be written",
+            facts.journal_error or "what is made now is gone when the proxy ends",
+            "free the disk or name another file with --state, and start the proxy again",
+        )
+    return None
+
+
+def damaged_journal(facts: Facts) -> Finding | None:
+    if facts.journal_saved_copy is None:
         return None
     return Finding(
-        "journal_in_memory",
+        "journal_was_damaged",
         "warning",
-        "pools are kept in memory only (--state :memory:)",
-        "they are gone, names and ids too, when the proxy ends",
-        "--state FILE, or leave it out for the default",
+        "the journal of pools was damaged when the proxy started",
+        "pools that it could not give back are gone",
+        f"the damaged file is {facts.journal_saved_copy}; delete it when nobody misses them",
+    )
+
+
+def pools_of_other_models(facts: Facts) -> Finding | None:
+    if not facts.n_pools_of_other_models:
+        return None
+    n = facts.n_pools_of_other_models
+    return Finding(
+        "pools_of_other_models",
+        "info",
+        f"the journal has {n} pool{'s' if n > 1 else ''} of another model",
+        "pools are bound to their model; these are back when it is",
+        "start the engine with that model, or another --state for this one",
     )
 
 

@@ -33,7 +33,8 @@ GOOD: dict[str, Any] = {
     "hosts": ("127.0.0.1",),
     "has_admin_key": False,
     "has_data_keys": False,
-    "state_in_memory": False,
+    "journal": "ok",
+    "n_pools_of_other_models": 0,
     "warm_tier": True,
 }
 FLAGS: dict[str, Any] = {
@@ -99,7 +100,11 @@ CASES = [
     ("more_sessions_than_slots", "info", {"n_live_sessions": 5}),
     ("no_admin_key", "warning", {"hosts": ("127.0.0.1", "0.0.0.0")}),
     ("no_admin_key", "warning", {"hosts": ("192.168.1.7",), "has_data_keys": True}),
-    ("journal_in_memory", "warning", {"state_in_memory": True}),
+    ("journal_in_memory", "warning", {"journal": "off"}),
+    ("journal_not_written", "error", {"journal": "unusable", "journal_error": "no such folder"}),
+    ("journal_not_written", "error", {"journal": "failing"}),
+    ("journal_was_damaged", "warning", {"journal_saved_copy": "/state/pools.db.damaged"}),
+    ("pools_of_other_models", "info", {"n_pools_of_other_models": 3}),
     ("warm_unavailable", "info", {"warm_tier": False}),
 ]
 
