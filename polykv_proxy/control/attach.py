@@ -66,10 +66,13 @@ class Attacher:
         Raises:  ExplicitPrefixTooLong (400), PoolNotFound (404, only strict), KvExhaustedForRequest (503)
         """
         try:
-            return await self._decide(request)
+            plan = await self._decide(request)
         except BaseException:
             self._room.settled()
             raise
+        finally:
+            waited_s = self._room.take_waited_s()
+        return replace(plan, waited_s=waited_s) if waited_s else plan
 
     async def _decide(self, request: AttachRequest) -> AttachPlan:
         named = self._named(request)
@@ -91,6 +94,8 @@ class Attacher:
         except Unpooled as e:
             if e.plan.miss_reason == "incompatible" and e.found is None:
                 request = replace(request, has_media=True)  # there is more than text in it, and the engine said so
+            if e.plan.miss_reason == "no_pool":
+                self._named(request)  # it may have been released meanwhile
             found, unpooled = e.found or Comparison(), e.plan
         # 4.
         pool = found.pool if unpooled is None else None
@@ -104,6 +109,7 @@ class Attacher:
             held = await self._residency.ensure(pool)
         except PolyKVError as e:
             log.warning("pool %s cannot be resident now: %s", pool.label, e.message)
+            self._named(request)
             await self._place(request, found, None, counts=counts)
             reason = "no_pool" if isinstance(e, PoolNotFound) else "not_resident"
             return AttachPlan(miss_reason=reason, asked=asked)

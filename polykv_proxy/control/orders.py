@@ -85,6 +85,7 @@ class AttachPlan:
                             send; else it is an upper estimate and the engine is left to compare (-1)
     ``seq_id, gen, epoch``  which sequence, and for which content and which start of the engine this was meant
     ``miss_reason``         also set on a partial hit (``diverged``)
+    ``waited_s``            how long it waited for cells
     """
 
     pool_id: PoolId | None = None
@@ -94,6 +95,7 @@ class AttachPlan:
     seq_id: SeqId | None = None
     gen: int | None = None
     epoch: str | None = None
+    waited_s: float = 0.0
     asked: PoolId | None = None
     """The pool this was about, also when nothing came of it."""
     seen: Seen | None = field(default=None, compare=False, repr=False)

@@ -35,6 +35,7 @@ class Promises:
     def __init__(self, sessions: SessionBook, slots: SlotBook, watch: EngineWatch):
         self._sessions, self._slots, self._watch = sessions, slots, watch
         self._promises: dict[asyncio.Task[Any], Promise] = {}
+        self._waited_s: dict[asyncio.Task[Any], float] = {}
         self._changed = asyncio.Event()
 
     def promise(self, n_cells: int, pool_id: PoolId | None = None, session: SessionId | None = None) -> None:
@@ -61,6 +62,15 @@ class Promises:
         """What this task was promised is used up or not needed any more."""
         if self._promises.pop(this_task(), None) is not None:
             self._changed.set()
+
+    def waited(self, seconds: float) -> None:
+        """This task waited for cells."""
+        task = this_task()
+        self._waited_s[task] = self._waited_s.get(task, 0.0) + seconds
+
+    def take_waited_s(self) -> float:
+        """How long this task waited for cells since it was last asked."""
+        return self._waited_s.pop(this_task(), 0.0)
 
     def comes_back(self) -> bool:
         """Whether this request has to stand in line for a slot first, and is decided anew when it has one.

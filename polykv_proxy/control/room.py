@@ -198,6 +198,7 @@ class Room(Promises):
         Raises:  KvExhaustedForRequest (503), what ``dismiss`` was given, UpstreamError and its heirs
         """
         self._n_in_line += 1
+        since_s = self._clock()
         try:
             async with asyncio.timeout(self.max_wait_s), self._line:
                 while True:
@@ -218,6 +219,7 @@ class Room(Promises):
             raise self._exhausted(min(options())) from None
         finally:
             self._n_in_line -= 1
+            self.waited(self._clock() - since_s)
 
     def dismiss(self, error: PolyKVError) -> None:
         """Everybody in line, now and from now on, gets ``error``."""

@@ -21,7 +21,7 @@ def unread_headers(session_id: SessionId | None) -> list[tuple[str, str]]:
 
 @dataclass(slots=True)
 class Receipt:
-    """Filled in while a request goes its way."""
+    """Filled in while a request goes its way. ``hold_ms``: it waited so long for a slot and for cells."""
 
     session_id: SessionId
     pool_id: PoolId | None = None

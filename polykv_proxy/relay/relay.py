@@ -126,6 +126,8 @@ class Relay:
                 return await self._plain(request, target, path, request_id, await relayed_body(request))
         raw = await read_body(request, self.control.settings.max_body_bytes)
         call = self._read(request, path, raw)
+        if call is None and by_header:
+            self._check_strict(read_fields({}, request.headers))
         if call is None:
             with self._floating():
                 return await self._plain(request, target, path, request_id, raw)

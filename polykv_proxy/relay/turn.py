@@ -129,6 +129,7 @@ class TurnRelay:
         )
         receipt.pool_id, receipt.miss_reason = plan.pool_id, plan.miss_reason
         receipt.prefix_n_tokens = plan.prefix_n_tokens
+        receipt.hold_ms += round(plan.waited_s * 1e3)
 
     async def _take_slot(self, session: Session, said: Conversation | None, look_first: bool) -> Grant | None:
         call, n_slots = self._call, self._desk.book.n_slots
@@ -139,14 +140,15 @@ class TurnRelay:
             self._desk.occupy(self._slot_id)
             return None
         n = call.n_finals if call.n_choices <= n_slots else 1  # more choices than slots: the engine refuses it
-        waited_s = self._clock()
+        since_s = self._clock()
         grant = await self._desk.acquire(
             session.session_id, min(n, n_slots), said, look_first=look_first, on_wait=self._control.room.put_off
         )
-        self._receipt.hold_ms = round((self._clock() - waited_s) * 1e3)
+        waited_ms = round((self._clock() - since_s) * 1e3)
+        self._receipt.hold_ms += waited_ms
         for other in grant.displaced:
             self._books.displaced(other)
-        if self._receipt.hold_ms >= STALE_MS or self._control.room.is_put_off():
+        if waited_ms >= STALE_MS or self._control.room.is_put_off():
             try:
                 await self._decide(session)
             except BaseException:

@@ -1,6 +1,7 @@
 """A full cache as clients see it: room is made for requests without a pool too, or they wait, or they are told."""
 
 import asyncio
+import time
 from typing import Any
 
 import httpx
@@ -321,3 +322,43 @@ async def test_explicit_mode_passes_the_engines_own_refusal(engine: FakeEngine, 
     touched = await explicit.client.post(PATH, json=sent | {"session_id": "s"})
     assert touched.status_code == 200
     assert residency(explicit) == {"unused": "cold"}
+
+
+# What the receipt says -----------------------------------------------------------------------------------------------
+
+
+async def test_hold_ms_tells_how_long_it_waited_for_cells(engine: FakeEngine, proxy: Proxy) -> None:
+    hold, running = await held(engine, proxy, "r" * 700)
+    began_s = time.monotonic()
+    waiting = ask(proxy, "w" * 600, session_id="waits")
+    await until(lambda: proxy.control.room.has_line)
+    in_line_s = time.monotonic()
+    await asyncio.sleep(0.1)
+    released_s = time.monotonic()
+    hold.release()
+    receipt = (await waiting).json()["polykv"]
+    assert (released_s - in_line_s) * 1e3 - 1 <= receipt["hold_ms"] <= (time.monotonic() - began_s) * 1e3 + 1
+    assert (await running).status_code == 200
+    assert proxy.control.room._waited_s == {}
+
+
+async def test_hold_ms_tells_of_both_lines(make_proxy: ProxyMaker) -> None:
+    """It waits for a slot first, and as soon as it has one for cells."""
+    async with FakeEngine(n_cells=1000, n_slots=2) as engine, make_proxy(engine.url) as proxy:
+        big, first = await held(engine, proxy, "r" * 700)
+        small, second = await held(engine, proxy, "s" * 100)
+        began_s = time.monotonic()
+        waiting = ask(proxy, "w" * 600, session_id="waits")
+        await until(lambda: proxy.control.slots.n_waiting == 1)
+        kept_s = -time.monotonic()
+        await asyncio.sleep(0.1)
+        kept_s += time.monotonic()
+        small.release()
+        await until(lambda: proxy.control.room.has_line)
+        kept_s -= time.monotonic()
+        await asyncio.sleep(0.1)
+        kept_s += time.monotonic()
+        big.release()
+        receipt = (await waiting).json()["polykv"]
+        assert kept_s * 1e3 - 2 <= receipt["hold_ms"] <= (time.monotonic() - began_s) * 1e3 + 2
+        assert [(await task).status_code for task in (first, second)] == [200, 200]

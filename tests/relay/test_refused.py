@@ -12,7 +12,7 @@ from tests.relay.dialect_cases import PATHS, SYSTEM, body_of
 from tests.relay.raw import until
 from tests.relay.test_leaving import all_at_rest
 
-COMPLETION = "/completion"
+CHAT, COMPLETION = "/v1/chat/completions", "/completion"
 STRICT = {"x-polykv-strict": "1"}
 UNPOOLED: list[dict[str, Any]] = [
     {},
@@ -21,6 +21,13 @@ UNPOOLED: list[dict[str, Any]] = [
     {"lora": [{"id": 0, "scale": 1.0}]},
     {"prompt": [{"prompt_string": "x", "multimodal_data": ["eA=="]}]},
     {"prompt": ["a", "b"]},
+    {"n": 2},
+    {"n_cmpl": 2},
+]
+PICTURES: list[tuple[str, dict[str, Any]]] = [
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]}),
+    ("/v1/messages", {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}], "max_tokens": 1}),
+    ("/v1/responses", {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "data:,"}]}]}),
 ]
 
 
@@ -44,6 +51,47 @@ async def test_strict_and_no_such_pool_is_a_404_whatever_else_is_true(
         assert answer.status_code == 404
         assert engine.requests(COMPLETION) == []
         assert sessions(proxy) == []
+
+
+@pytest.mark.parametrize(("path", "body"), PICTURES)
+@pytest.mark.parametrize("mode", ["auto", "explicit"])
+async def test_strict_and_no_such_pool_is_a_404_for_a_picture(
+    engine: FakeEngine, make_proxy: ProxyMaker, path: str, body: dict[str, Any], mode: str
+) -> None:
+    async with make_proxy(engine.url, mode=mode) as proxy:
+        answer = await proxy.client.post(path, json=body | {"pool_id": "nobody", "n": 2}, headers=STRICT)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "pool_not_found")
+        assert engine.requests(path) == []
+        answer = await proxy.client.post(path, json=body | {"pool_id": "nobody"})
+        assert (answer.status_code, answer.json()["polykv"]["miss_reason"]) == (200, "incompatible")
+
+
+@pytest.mark.parametrize("content", [b"[1]", b'"text"', b"7"])
+@pytest.mark.parametrize("mode", ["auto", "explicit"])
+async def test_strict_holds_for_a_body_that_is_no_object(
+    engine: FakeEngine, make_proxy: ProxyMaker, content: bytes, mode: str
+) -> None:
+    async with make_proxy(engine.url, mode=mode) as proxy:
+        answer = await proxy.client.post(COMPLETION, content=content, headers={**STRICT, "x-pool-id": "nobody"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "pool_not_found")
+        assert engine.requests(COMPLETION) == []
+
+
+@pytest.mark.parametrize("place", ["render", "materialize"])
+async def test_strict_and_a_pool_that_is_released_meanwhile(engine: FakeEngine, proxy: Proxy, place: str) -> None:
+    """While the prompt is compared with it, or while it is made resident."""
+    made = await proxy.pool([104] * 20, name="base")
+    (await proxy.client.post("/polykv/pools/base/evict?to=cold")).raise_for_status()
+    hold = Hold()
+    engine.on(place, "request", hold)
+    body = {"prompt": "h" * 30, "n_predict": 1, "pool_id": "base"}
+    asked = [asyncio.create_task(proxy.client.post(COMPLETION, json=body, headers=h)) for h in (STRICT, {})]
+    await hold.reached()
+    (await proxy.client.delete(f"/polykv/pools/{made['pool_id']}")).raise_for_status()
+    hold.release()
+    strict, other = await asyncio.gather(*asked)
+    assert (strict.status_code, strict.json()["error"]["code"]) == (404, "pool_not_found")
+    assert (other.status_code, other.json()["polykv"]["miss_reason"]) == (200, "no_pool")
 
 
 async def test_strict_holds_for_a_body_that_is_not_read(proxy: Proxy, engine: FakeEngine) -> None:
