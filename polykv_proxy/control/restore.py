@@ -185,21 +185,23 @@ class Restorer:
         return sorted(wanted, key=lambda pool: (not pool.pin, -pool.last_use_s, pool.depth))
 
     async def _bring(self, wanted: Sequence[Pool], epoch: str) -> None:
-        n_left = 0
-        for pool in wanted:
+        for place, pool in enumerate(wanted):
             while not self._residency.at_rest:  # noqa: ASYNC110 - who comes last looks last
                 await asyncio.sleep(LOOK_AGAIN_S)
             if self._watch.epoch != epoch:
                 return
             if self._tree.find(pool.pool_id) is not pool or self._residency.held(pool) is not None:
                 continue
-            has_room = self._residency.n_free() > 0 and self._room.fits(self._residency.n_missing(pool))
-            if not pool.pin and not has_room:
-                n_left += 1
-                continue
             try:
+                if not pool.pin and not await self._has_room(pool):
+                    n_left = len(wanted) - place
+                    log.info("%d of them stay cold until they are asked for: the engine has no room for more", n_left)
+                    return
                 await self._residency.ensure(pool)
             except PolyKVError as e:
                 log.info("pool %s stays cold until it is asked for: %s", pool.label, e.message)
-        if n_left:
-            log.info("%d of them stay cold until they are asked for: the engine has no room for more", n_left)
+
+    async def _has_room(self, pool: Pool) -> bool:
+        """Whether it can come back without anybody leaving for it. Raises UpstreamError and its heirs."""
+        n_cells = self._residency.n_missing(pool)
+        return self._residency.n_free() > 0 and (self._room.fits(n_cells) or await self._room.fits_now(n_cells))

@@ -210,6 +210,16 @@ async def test_bringing_back_evicts_nobody_and_stops_when_the_engine_is_full(sta
         assert engine.hooks.n_materialized == 2
 
 
+async def test_room_that_is_not_known_yet_is_asked_for(engine, state, monkeypatch):
+    """Between two heartbeats what was just brought back is counted twice: in the stats and as new."""
+    async with planes(engine, state=state) as plane:
+        for name in "xyz":
+            await plane.create(prompt=name * SHORT, name=name)
+        monkeypatch.setattr(plane.control.room, "fits", lambda n_cells: False)
+        await engine.restart()
+        await eventually(lambda: engine.hooks.n_materialized == 3)
+
+
 async def test_who_needs_a_pool_now_does_not_wait_for_those_that_come_back(engine, state):
     """Many come back, one prefill at a time: a request gets its turn after the one that is under way."""
     async with planes(engine, state=state) as plane:
