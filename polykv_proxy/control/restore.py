@@ -114,8 +114,8 @@ class Restorer:
                 self._fingerprint,
                 len(self._tree),
             )
-        for pool in self._tree:
-            self._sessions.released(pool.pool_id)
+        for session in self._sessions:
+            session.pool_id = None
         self._tree.clear()
         self._tree_changed()
         self._fingerprint, self._is_bound = fingerprint, False

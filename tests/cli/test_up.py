@@ -109,6 +109,26 @@ def test_engine_that_dies_comes_back_on_its_port(tmp_path: Path) -> None:
     assert "the engine died (SIGKILL), starting it again in 1 s" in (tmp_path / "stderr").read_text()
 
 
+def test_pools_are_kept_in_the_state_file(tmp_path: Path) -> None:
+    """A proxy that is killed, then all of it ended and started again, on other ports."""
+
+    def shown(url: str) -> list[tuple[int, str]]:
+        return [(pool["pool_id"], pool["name"]) for pool in get(f"{url}/polykv/pools")["pools"]]
+
+    with up(tmp_path) as (process, facts):
+        for name in ("one", "two"):
+            get(f"{facts['proxy']}/polykv/pools", {"prompt": f"You are number {name}.", "name": name})
+        os.kill(facts["proxy_pid"], signal.SIGKILL)
+        wait_for(lambda: not answers(f"{facts['proxy']}/polykv/health"))
+        wait_for(lambda: answers(f"{facts['proxy']}/polykv/health"))
+        assert shown(facts["proxy"]) == [(1, "one"), (2, "two")]
+        process.terminate()
+        assert process.wait(20) == 0
+    with up(tmp_path) as (_, facts):
+        assert shown(facts["proxy"]) == [(1, "one"), (2, "two")]
+        assert get(f"{facts['proxy']}/polykv/pools", {"prompt": "You are number three."})["pool_id"] == 3
+
+
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells children that their parent died")
 def test_killed_without_warning_it_leaves_nobody_behind(tmp_path: Path) -> None:
     with up(tmp_path) as (process, facts):
