@@ -13,9 +13,10 @@ HANG_UP = b"<hang up>"
 
 
 class RawEngine:
-    """Plays a plain llama-server: sends the ``script`` whatever the request (pieces; a number = a pause in seconds)."""
+    """Plays a plain llama-server: sends the ``script`` whatever the request (pieces; a number = a pause in seconds; an
+    event is waited for)."""
 
-    def __init__(self, script: Sequence[bytes | float] = (OK + b"Content-Length: 0\r\n\r\n",)):
+    def __init__(self, script: Sequence[bytes | float | asyncio.Event] = (OK + b"Content-Length: 0\r\n\r\n",)):
         self.script = script
         self.heads: list[bytes] = []
         self.bodies: list[bytes] = []
@@ -49,6 +50,8 @@ class RawEngine:
                     for piece in self.script:
                         if isinstance(piece, float):
                             await asyncio.sleep(piece)
+                        elif isinstance(piece, asyncio.Event):
+                            await piece.wait()
                         elif piece == HANG_UP:
                             writer.transport.abort()
                             return
