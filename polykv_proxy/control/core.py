@@ -238,6 +238,10 @@ class Control:
         Raises:  EngineUnpatched, SharingUnsupported (501), EngineOwned (503), UpstreamError and its heirs
         """
         await self.watch.require_sharing()
+        if self.watch.sleeping and not self.restorer.is_bound:
+            # Of which model the pools are is only known of one that is awake: this wakes it.
+            await self.engine.render("/completion", {"prompt": [0]})
+            await self.watch.require_sharing()
         await self._require_owned()
 
     async def _require_owned(self) -> None:

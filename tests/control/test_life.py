@@ -305,3 +305,10 @@ async def test_a_sleeping_engine_wakes_up_to_a_new_epoch_and_the_pool_is_right(p
     assert (await plane.create(tokens=[1, 2]))["residency"] == "resident"
     await asyncio.sleep(0.2)
     assert len(plane.engine.ready_pools()) == 2
+
+
+async def test_an_engine_that_slept_since_the_proxy_came_gets_its_first_pool(engine):
+    engine.sleep()
+    async with planes(engine) as plane:
+        assert (await plane.create(tokens=[1, 2, 3]))["residency"] == "resident"
+        assert plane.control.restorer.is_bound

@@ -169,7 +169,7 @@ def test_idle_slots_that_were_purged(chat_model: Path, tmp_path: Path, noise: No
 def test_a_sleeping_engine_wakes_with_its_pools_coming_back(chat_model: Path, tmp_path: Path, noise: Noise) -> None:
     """--sleep-idle-seconds: the heartbeat does not keep it awake; its cache is gone; the next turn wakes it, and the
     pool is there again, under its id."""
-    with client_of(chat_model, tmp_path, noise, "--sleep-idle-seconds", "1") as client:
+    with client_of(chat_model, tmp_path, noise, "--sleep-idle-seconds", "5") as client:
         made = client.make_pool()
         prompt = client.trunk + noise(2, 20)
         before = ask(client, prompt, "agent")

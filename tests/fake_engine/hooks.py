@@ -131,6 +131,7 @@ class Hooks:
         return bool(pools) and pools[0].gen == slot.pool_gen and slot.n_pool_shared > 0
 
     async def _render(self, request: web.Request) -> dict[str, Any]:
+        self.engine.wake()
         asked = await _body(request)
         try:
             lists, media = self.engine.template.render(str(asked.get("path")), asked.get("body") or {})
