@@ -217,7 +217,7 @@ def repeats_for(stock: EngineServer) -> int:
 
 
 def measure(n_rounds: int, say: Any, up_to: int | None = None) -> Measured:
-    """``up_to``: while a ratio of the rounds is not met, run more of them, as many warm as pool ones, up to this many."""
+    """``up_to``: while a ratio of the rounds is not met, run more of both kinds, up to this many of each."""
     found = Measured()
     with ExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="polykv-fan-out-")))

@@ -36,10 +36,9 @@ def guess_media_tokens(body: Mapping[str, Any]) -> int:
     """The same for a body of the completion routes whose prompts carry media beside their text."""
     prompt, n_media, texts = body.get("prompt"), 0, []
     for part in prompt if isinstance(prompt, list) else [prompt]:
-        if isinstance(part, dict):
-            media, part = part.get("multimodal_data"), part.get("prompt_string")
-            n_media += len(media) if isinstance(media, list) else 0
-        texts.append(part)
+        media = part.get("multimodal_data") if isinstance(part, dict) else None
+        n_media += len(media) if isinstance(media, list) else 0
+        texts.append(part.get("prompt_string") if isinstance(part, dict) else part)
     return guess_tokens({**body, "prompt": texts}) + MEDIUM_TOKENS * n_media
 
 
