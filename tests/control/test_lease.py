@@ -112,7 +112,8 @@ async def test_a_sequence_of_another_proxy_in_an_old_number_is_never_taken_for_o
 
         engine.hooks._owner = None
         await eventually(lambda: plane.control.hooks)
-        assert engine.ready_pools() == []  # theirs has no owner any more, and is not ours by its number alone
+        assert plane.control.tree.get("two").seq_id is None  # theirs is not ours by its number alone
+        await eventually(lambda: engine.ready_pools() == [])  # it has no owner any more
         back = await plane.create(tokens=[7, 8, 9], name="back")
         assert back["seq_id"] == two["seq_id"]
         status, _ = await plane.call("DELETE", "/polykv/pools/two")
