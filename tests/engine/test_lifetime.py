@@ -93,3 +93,22 @@ def test_freed_pool_is_gone_for_children_and_requests(engine: Engine, noise: Noi
     assert refused.value.response.status_code == 410
     done = engine.ask(trunk + noise(3, 10), 4, pool=root["seq"])
     assert (done.pool_n, done.prompt_n) == (0, 210)
+
+
+def test_cells_of_a_released_pool_make_room_when_only_idle_slots_have_them(launch: Launcher, noise: Noise) -> None:
+    """Two conversations go on holding a pool that is gone; a pool that needs these cells takes both."""
+    engine = launch.pooled("dense", "--no-cache-idle-slots", "-c", "2048")
+    trunk = noise(1, 1800)
+    root = engine.materialize(trunk)
+    for slot in (0, 1):
+        assert engine.ask(trunk + noise(2 + slot, 20), 4, slot=slot, pool=root["seq"]).pool_n == 1800
+    engine.free(root["seq"])
+    assert engine.cells_used() == 1800 + 2 * (20 + 3)
+    other = engine.materialize(noise(5, 1500))
+    assert engine.cells_used() == other["n_tokens"] == 1500
+    prompt = noise(5, 1500) + noise(6, 10)
+    shared = engine.ask(prompt, 8, slot=0, pool=other["seq"])
+    assert shared.pool_n == 1500
+    engine.free(other["seq"])
+    engine.erase(0)
+    assert shared.tokens == engine.full(prompt, 8, slot=1).tokens
