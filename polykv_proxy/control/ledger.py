@@ -13,7 +13,7 @@ from polykv_proxy.tree.accounting import Accounts, Gone, account, own_runs, owne
 from polykv_proxy.tree.cells import CellBook, SlotFacts, length
 from polykv_proxy.tree.pool import Pool
 from polykv_proxy.tree.tree import PoolTree
-from polykv_proxy.upstream import SlotStats, Stats
+from polykv_proxy.upstream import CellMap, SlotStats, Stats
 
 
 class Ledger:
@@ -47,6 +47,22 @@ class Ledger:
         self.book.forget()
         if self._gone:
             self._forget(self.accounts())
+
+    def found(self, cells: CellMap) -> None:
+        """The engine told where everything lies: what an earlier run of the proxy ordered is not in the books.
+
+        Sharing by the tree would only be a guess: a pool that was made while its parent was away has cells of its own.
+        """
+        stats = self._watch.stats
+        if stats is None or not stats.kv_unified or cells.epoch not in ("", self._watch.epoch):
+            return
+        lies = {(told.seq, told.gen): told.runs for told in cells.pools}
+        for pool in self._tree.residents():
+            if pool.seq_id is not None and pool.gen is not None and (pool.seq_id, pool.gen) in lies:
+                self.book.found(pool.seq_id, pool.gen, lies[pool.seq_id, pool.gen], parts_of(self._tree, pool))
+        for told in cells.slots:
+            done = [task.id_task for task in stats.finished if task.id_slot == told.id]
+            self.book.found_slot(SlotId(told.id), told.runs, max([told.id_task, *done]))
 
     def released(self, pools: Sequence[Pool]) -> None:
         """These pools are off the tree; what slots hold of them is theirs for so long."""

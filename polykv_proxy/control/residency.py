@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from polykv_proxy.control.making import PoolMaker
 from polykv_proxy.control.room import Room
 from polykv_proxy.control.watch import EngineWatch
-from polykv_proxy.errors import InvariantError, PoolNotFound
+from polykv_proxy.errors import InvariantError, PoolNotFound, RequestError, SharingUnsupported
 from polykv_proxy.ids import PoolId, SeqId
 from polykv_proxy.tree.pool import Pool
 from polykv_proxy.tree.tree import PoolTree
-from polykv_proxy.upstream import EngineClient, Materialized, PoolList
+from polykv_proxy.upstream import CellMap, EngineClient, Materialized, PoolList
 
 log = logging.getLogger("polykv.residency")
 
@@ -215,12 +215,15 @@ class Residency(PoolMaker):
         A listing during which anything changed proves nothing; then the next heartbeat tries again.
         """
         async with self._reconciling:
-            listed = await self._list_undisturbed()
-            if listed is None:
+            looked = await self._list_undisturbed()
+            if looked is None:
                 return
             if not self._is_ours():
                 return
+            listed, cells = looked
             self._adopt_listed(listed)
+            if cells is not None:
+                self.ledger.found(cells)
             self.compared = True
             self.unsure = any(p.state == "busy" and p.tag not in self._tags for p in listed.pools)
             ready = {p.seq: p.gen for p in listed.pools if p.state == "ready" and p.lora_current}
@@ -247,17 +250,27 @@ class Residency(PoolMaker):
                 log.info("freeing sequences nobody owns: %s", strays)
             await self.give_back_claimed(strays)
 
-    async def _list_undisturbed(self) -> PoolList | None:
+    async def _list_undisturbed(self) -> tuple[PoolList, CellMap | None] | None:
+        """The engine's list; with the first look at an engine also where its sequences lie."""
         for _ in range(5):
             before = self._n_changes
             listed = await self._engine.list_pools()
             if listed.sleeping:
                 return None
+            cells = await self._cells() if not self.compared else None
             if listed.epoch != self._watch.epoch:
                 await self._watch.refresh()
             elif self._n_changes == before:
-                return listed
+                return listed, cells
         return None
+
+    async def _cells(self) -> CellMap | None:
+        """None when the engine cannot tell: then sharing is taken to be as the tree has it."""
+        try:
+            return await self._engine.cells()
+        except (SharingUnsupported, RequestError) as e:
+            log.info("the engine does not tell which cells are shared: %s", e.message)
+            return None
 
     async def settle(self) -> None:
         """Called by the heartbeat."""

@@ -33,6 +33,10 @@ class Run(NamedTuple):
 Runs = tuple[Run, ...]
 
 
+LYING = 1 << 40
+"""Origins below minus this are those of runs that the engine told; those of its own runs the book counts from 1."""
+
+
 class SlotFacts(NamedTuple):
     """What stats say of a slot. ``tasks``: (id, tokens reused) of all tasks it has had lately, oldest first."""
 
@@ -104,6 +108,32 @@ class CellBook:
             self._claims[run.origin] = [(PoolId(-run.origin), end)]
         self._seqs[seq_id] = (gen, runs)
 
+    def found(
+        self, seq_id: SeqId, gen: int, lies: Iterable[tuple[int, int, int]], parts: Sequence[tuple[PoolId, int, int]]
+    ) -> None:
+        """The same, when the engine told where the sequence lies: (start, end, first cell).
+
+        A cell at a position is one cell, whoever filled it: so what lies at the same place is the same filling.
+        """
+        runs = _lying(lies)
+        if runs is None:
+            self.adopt(seq_id, gen, parts)
+            return
+        for run in runs:
+            claims = dict(self._claims.get(run.origin, ()))
+            for owner, start, end in parts:
+                if start < run.end and end > run.start:
+                    claims[owner] = max(end, claims.get(owner, 0))
+            # Of two that follow each other in one place, the one whose pool ends first owns the beginning.
+            self._claims[run.origin] = sorted(claims.items(), key=lambda claim: claim[1])
+        self._seqs[seq_id] = (gen, runs)
+
+    def found_slot(self, slot_id: SlotId, lies: Iterable[tuple[int, int, int]], id_task: int) -> None:
+        """Where a slot lies, by the engine; ``id_task``: the last task that it had until then."""
+        runs = _lying(lies)
+        if runs is not None:
+            self._slots[slot_id] = _SlotEntry(runs, id_task)
+
     def freed(self, seq_id: SeqId) -> None:
         self._seqs.pop(seq_id, None)
 
@@ -160,6 +190,16 @@ class CellBook:
     def _new(self) -> Origin:
         self._next += 1
         return self._next - 1
+
+
+def _lying(lies: Iterable[tuple[int, int, int]]) -> Runs | None:
+    """Runs by place; None when a position has no cell, which the book does not describe."""
+    runs: list[Run] = []
+    for start, end, cell in lies:
+        if start != length(tuple(runs)):
+            return None
+        runs.append(Run(-LYING - (cell - start), start, end))
+    return tuple(runs)
 
 
 def length(runs: Runs) -> int:

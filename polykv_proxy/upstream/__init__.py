@@ -10,6 +10,7 @@ from polykv_proxy.upstream.client import EngineClient, UpstreamResponse
 from polykv_proxy.upstream.errors import map_client_error
 from polykv_proxy.upstream.headers import forwardable
 from polykv_proxy.upstream.wire import (
+    CellMap,
     Cells,
     FinishedTask,
     Freed,
@@ -22,6 +23,7 @@ from polykv_proxy.upstream.wire import (
 )
 
 __all__ = [
+    "CellMap",
     "Cells",
     "EngineClient",
     "FinishedTask",

@@ -23,7 +23,7 @@ from yarl import URL
 from polykv_proxy.errors import ConnectFailed, PromptTooLarge, UpstreamError, UpstreamUnavailable
 from polykv_proxy.upstream.errors import FOREIGN, map_client_error, map_hook_answer
 from polykv_proxy.upstream.headers import forwardable, returnable
-from polykv_proxy.upstream.wire import Freed, Materialized, PoolList, Rendered, Stats, Tokens
+from polykv_proxy.upstream.wire import CellMap, Freed, Materialized, PoolList, Rendered, Stats, Tokens
 
 HOOKS = "/polykv/engine"
 KEEPALIVE_S = 2.0
@@ -284,6 +284,10 @@ class EngineClient:
         Raises:  SequenceGone
         """
         return _parse(Freed, await self._hook("DELETE", f"/pools/{seq}", None, "free", MUTATE_S), "free")
+
+    async def cells(self) -> CellMap:
+        """Ask which cells each pool and slot holds. Waits for the end of a batch."""
+        return _parse(CellMap, await self._hook("POST", "/pools", b'{"op":"cells"}', "cells", MUTATE_S), "cells")
 
     async def lease(self, owner: str, ttl_s: float) -> None:
         """Become, or stay, the one proxy that may change pools; ``ttl_s`` 0 gives it up.

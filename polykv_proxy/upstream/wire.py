@@ -146,6 +146,24 @@ class PoolList(_Wire):
     pools: tuple[PoolSequence, ...] = ()
 
 
+class SequenceCells(_Wire):
+    """Where a pool's sequence lies: (start, end, first cell) of stretches of positions. Of a slot: ``id``."""
+
+    runs: tuple[tuple[int, int, int], ...] = ()
+    seq: int = -1
+    gen: int = -1
+    id: int = -1
+    id_task: int = -1
+
+
+class CellMap(_Wire):
+    """Which cells each sequence holds. Two share a cell when both have it at the same position."""
+
+    epoch: str = ""
+    pools: tuple[SequenceCells, ...] = ()
+    slots: tuple[SequenceCells, ...] = ()
+
+
 class Materialized(_Wire):
     """A pool that the engine holds now. ``branch_pos`` is the real one: models with checkpoints may give less."""
 

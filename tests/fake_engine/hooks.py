@@ -198,12 +198,28 @@ class Hooks:
             raise HookError(501, self.engine.share)
         if asked.get("op") == "snapshot":
             return self._snapshot(asked)
+        if asked.get("op") == "cells":
+            return self._where()
         if asked.get("op") != "materialize":
             raise HookError(400, f"unknown op {asked.get('op')!r}")
         job = asyncio.ensure_future(self._materialize(asked))
         self._jobs.add(job)
         job.add_done_callback(self._jobs.discard)
         return await asyncio.shield(job)
+
+    def _where(self) -> dict[str, Any]:
+        def runs(sequence: Sequence) -> list[list[int]]:
+            found: list[list[int]] = []
+            for position, cell in enumerate(sequence.cells):
+                if not found or found[-1][2] + position - found[-1][0] != cell:
+                    found.append([position, position, cell])
+                found[-1][1] += 1
+            return found
+
+        e = self.engine
+        ready = [{"seq": p.seq, "gen": p.gen, "runs": runs(p)} for p in e.pools if p.state == "ready"]
+        slots = [{"id": s.id, "id_task": s.id_task if s.state != "idle" else -1, "runs": runs(s)} for s in e.slots]
+        return {"epoch": e.epoch, "pools": ready, "slots": slots}
 
     def _snapshot(self, asked: dict[str, Any]) -> dict[str, Any]:
         id_slot, n = int(asked.get("id_slot", -1)), int(asked.get("n_tokens", -1))
