@@ -140,15 +140,35 @@ class PoolWork:
         return pool_answer(pool) | {"materialize_ms": round((now_s - began_s) * 1e3, 1)}
 
     async def _keep(self, pool: Pool) -> None:
-        """Write a pool down before anybody is told its id. Raises JournalFailed (503); then it is gone again."""
+        """Write a pool down before anybody is told its id. Raises JournalFailed (503); then it is gone again.
+
+        One that somebody makes a fork of already stays until that fork is written, and it with it, or is gone as well.
+        """
         try:
             await self._journal.pool_added(pool)
         except JournalFailed:
             try:
                 await self._take_off(pool.pool_id)
             except (PoolHasChildren, PoolInUse):
-                log.error("pool %s is not kept over a restart: somebody made a fork of it already", pool.label)
+                self._journal.pool_stays(pool)
+                log.error("pool %s stays, although it could not be written yet: a fork of it is made", pool.label)
+            else:
+                await self._take_off_unwritten(pool.parent)
             raise
+
+    async def _take_off_unwritten(self, pool_id: PoolId) -> None:
+        """Ancestors that only stayed for a fork which is gone: nobody was told their ids either."""
+        while self._journal.owes(pool_id):
+            pool = self._tree.find(pool_id)
+            with contextlib.suppress(PoolHasChildren, PoolInUse):
+                await self._take_off(pool_id)
+            if pool_id in self._tree:
+                return
+            with contextlib.suppress(JournalFailed):  # the journal said so, and tries again
+                await self._journal.pools_released([pool_id])
+            if pool is None:
+                return
+            pool_id = pool.parent
 
     async def _take_off(self, pool_id: PoolId) -> None:
         """Take a pool off the tree and give its sequence back. Raises PoolHasChildren, PoolInUse."""

@@ -2,6 +2,7 @@
 
 journal   ``Journal``: what control talks to; its own thread, group commits, last uses written now and then
 database  the file's contents: schema, verification, one transaction per batch
+owed      what happened and is not on the disk yet: it goes out before anything else
 place     where the file lies: folder and file modes, the lock, and setting a damaged one aside
 rows      one pool as it is kept, and its checksum
 """

@@ -6,6 +6,8 @@ Rules it keeps:
     3. Every pool has the hash of its whole prefix: a token that is altered is told.
     4. Ids are never given twice: ``next_id`` is written with every new pool and never falls.
     5. Pools belong to the fingerprint of the model that made their tokens; only one model's are loaded.
+    6. A pool is written only when its parent is there. What is there without it all the same is left out when it is
+       loaded, with everything below it; a name that is there twice is the newer pool's.
 
 Used by one thread. Everything that is wrong with the contents is ``Damaged``; other ``sqlite3.Error`` are the disk's.
 """
@@ -13,7 +15,7 @@ Used by one thread. Everything that is wrong with the contents is ``Damaged``; o
 import os
 import sqlite3
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,10 @@ _DAMAGE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_FORMAT,
 
 class Damaged(Exception):
     """The file is not, or not entirely, a journal as this version writes it. The message says what is wrong."""
+
+
+class ParentMissing(Exception):
+    """A pool cannot be written because the pool that it is made from is not in the journal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +99,9 @@ class Database:
         self._model_id: int | None = None
         self._models: dict[str, int] = {}
         self._n_rows = self._sum = 0
+        self.left_out: list[PoolId] = []
+        self.renamed: list[Changed] = []
+        """What the last ``load`` found incomplete: pools without their parent, pools that lost their name."""
 
     # Open, close ---------------------------------------------------------------------------------------------------
 
@@ -194,7 +203,7 @@ class Database:
         return next((name for name, model_id in self._models.items() if model_id == self._model_id), None)
 
     def load(self) -> list[PoolRow]:
-        """Give the pools of the last model, parents before children.
+        """Give the pools of the last model, parents before children. What is incomplete: ``left_out``, ``renamed``.
 
         Raises:  Damaged
         """
@@ -206,18 +215,27 @@ class Database:
         )
         loaded: dict[PoolId, PoolRow] = {}
         raw: dict[PoolId, bytes] = {}
-        names: set[str] = set()
+        names: dict[str, PoolId] = {}
+        self.left_out, self.renamed = [], []
         try:
             for *values, kept, own in asked:
                 if checksum(tuple(values)) != kept or not isinstance(own, bytes):
                     raise Damaged(f"pool {values[0]} is damaged")
                 row = _row(values, own)
-                if row.pool_id >= self.next_id or (row.name is not None and row.name in names):
+                if row.pool_id >= self.next_id:
                     raise Damaged(f"pool {row.pool_id} does not belong here")
+                if row.parent != ROOT and row.parent not in loaded:
+                    self.left_out.append(row.pool_id)
+                    continue
                 raw[row.pool_id] = own
                 _check_prefix(row, own, loaded, raw)
                 loaded[row.pool_id] = row
-                names.update([row.name] if row.name is not None else [])
+                if row.name is not None and row.name in names:
+                    older = loaded[names[row.name]]
+                    loaded[older.pool_id] = replace(older, name=None)
+                    self.renamed.append(Changed(older.pool_id, None, older.pin, older.ttl_s))
+                if row.name is not None:
+                    names[row.name] = row.pool_id
         except sqlite3.Error as e:
             if _is_damage(e):
                 raise Damaged(str(e)) from e
@@ -234,7 +252,7 @@ class Database:
     def write(self, changes: Iterable[Change]) -> None:
         """Write all of these, or none.
 
-        Raises:  sqlite3.Error
+        Raises:  sqlite3.Error, ParentMissing
         """
         before = (self.next_id, self._model_id, dict(self._models), self._n_rows, self._sum)
         try:
@@ -265,6 +283,9 @@ class Database:
                 self._model_id = self._model(fingerprint)
 
     def _add(self, row: PoolRow, model_id: int) -> None:
+        of_model = "SELECT 1 FROM pools WHERE pool_id = ? AND model_id = ?"
+        if row.parent != ROOT and not self._rows(of_model, 1, (int(row.parent), model_id)):
+            raise ParentMissing(f"pool {row.parent}, which pool {row.pool_id} is made from, is not in it")
         values = (
             int(row.pool_id),
             model_id,
@@ -373,7 +394,7 @@ def _check_prefix(row: PoolRow, own: bytes, above: Mapping[PoolId, PoolRow], raw
     """Compare the tokens of [0, L), put together from the ancestors, with their hash. Raises Damaged."""
     parent = above.get(row.parent)
     reach = parent.prefix_len if parent is not None else 0
-    if not 0 <= row.branch_pos <= reach or (parent is None and row.parent != ROOT):
+    if not 0 <= row.branch_pos <= reach:
         raise Damaged(f"pool {row.pool_id} does not belong to its parent")
     parts, end = [memoryview(own)], row.branch_pos
     while parent is not None and end > 0:

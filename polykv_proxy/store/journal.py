@@ -4,7 +4,8 @@ Rules it keeps:
     1. Who awaits ``pool_added``, ``pools_released`` or ``pool_changed`` goes on when it is on the disk, or is told why
        it is not. What comes while the disk is busy shares the next transaction.
     2. What one model's pools are is asked with ``bind`` and never mixed with another's.
-    3. A release that could not be written is owed: it goes out with the next write that succeeds.
+    3. A release that could not be written is owed: it goes out before anything else, in the same transaction. So is a
+       pool that stays although it could not be written; its forks are refused until it is on the disk (``owed``).
     4. Last uses cost no write of their own: they go along now and then, and when it is closed.
     5. A file that cannot be used as it is costs the pools in it, never the start: it is set aside under a name that the
        one warning gives. Where nothing can be kept, pools live in memory, and ``status`` says so.
@@ -24,7 +25,18 @@ from typing import Any, TypeVar
 from polykv_proxy.errors import JournalFailed, JournalInUse
 from polykv_proxy.ids import PoolId
 from polykv_proxy.store import place
-from polykv_proxy.store.database import Added, Bound, Change, Changed, Damaged, Database, Released, Used
+from polykv_proxy.store.database import (
+    Added,
+    Bound,
+    Change,
+    Changed,
+    Damaged,
+    Database,
+    ParentMissing,
+    Released,
+    Used,
+)
+from polykv_proxy.store.owed import Owed
 from polykv_proxy.store.rows import JournaledPool, PoolRow
 
 log = logging.getLogger("polykv.journal")
@@ -69,7 +81,7 @@ class Journal:
         self._waiting: list[_Write] = []
         self._writing: asyncio.Task[None] | None = None
         self._used: dict[PoolId, float] = {}
-        self._owed: set[PoolId] = set()
+        self._owed = Owed()
         self._looked_s = time.monotonic()
         self._n_others = 0
         self._unusable: str | None = None
@@ -83,7 +95,9 @@ class Journal:
 
         Raises:  JournalInUse (503) when another process has it
         """
-        return await self._in_thread(self._open)
+        opened = await self._in_thread(self._open)
+        self._owe_what_was_mended()
+        return opened
 
     async def close(self) -> None:
         """Write what is still to be written, and let the next one have it."""
@@ -103,9 +117,12 @@ class Journal:
         Raises:  JournalFailed (503)
         """
         async with self._turn:
-            rows = await self._in_thread(lambda: self._bind(fingerprint))
+            first = self._owed.first()
+            rows = await self._in_thread(lambda: self._bind(fingerprint, first))
+            self._owe_what_was_mended()
         self._fingerprint = fingerprint
-        return rows
+        self._owed.other_model(fingerprint)
+        return [row for row in rows if not self._owed.is_released(row.pool_id)]
 
     # What happens to pools -----------------------------------------------------------------------------------------
 
@@ -113,11 +130,16 @@ class Journal:
         """Keep a new pool, with its tokens. Raises JournalFailed (503); then the pool is not kept."""
         if self._fingerprint is None:
             raise JournalFailed("it is not known yet which model this pool is of")
-        try:
-            await self._write([Added(PoolRow.of(pool, self._offset_s), self._fingerprint)])
-        except JournalFailed:
-            self._owed.add(pool.pool_id)  # a write that failed late may be there all the same
-            raise
+        await self._write([Added(PoolRow.of(pool, self._offset_s), self._fingerprint)])
+
+    def pool_stays(self, pool: JournaledPool) -> None:
+        """A pool that ``pool_added`` failed for stays all the same: written before anything that comes after it."""
+        if self._fingerprint is not None:
+            self._owed.pool(pool, self._fingerprint)
+
+    def owes(self, pool_id: PoolId) -> bool:
+        """Whether this pool stays although it could not be written yet."""
+        return self._owed.is_pool(pool_id)
 
     async def pools_released(self, pool_ids: Iterable[PoolId]) -> None:
         """Forget pools. Raises JournalFailed (503); then it is tried again until it succeeds."""
@@ -125,7 +147,7 @@ class Journal:
         if gone:
             for pool_id in gone:
                 self._used.pop(pool_id, None)
-            self._owed.update(gone)
+            self._owed.release(gone)
             await self._write([Released(gone)])
 
     async def pool_changed(self, pool: JournaledPool) -> None:
@@ -164,10 +186,8 @@ class Journal:
     def _write_soon(self) -> None:
         self._looked_s = time.monotonic()
         used, self._used = self._used, {}
-        if used:
+        if used or self._owed:  # what is owed goes out with whatever is written
             self._enqueue([Used(used)])
-        if self._owed:
-            self._enqueue([Released(list(self._owed))])
 
     def _enqueue(self, changes: Sequence[Change]) -> "asyncio.Future[None]":
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -184,34 +204,54 @@ class Journal:
         while self._waiting:
             async with self._turn:
                 batch, self._waiting = self._waiting, []
+                parts: list[Sequence[Change]] = [self._owed.first()]
+                parts += [[pool] for pool in self._owed.pools(self._offset_s)]
+                n_owed = len(parts)
+                parts += [write.changes for write in batch]
                 try:
-                    errors = await self._in_thread(partial(self._write_batch, batch))
+                    errors = await self._in_thread(partial(self._write_parts, parts))
                 except Exception as e:  # a bug: nobody may wait for ever because of it
                     log.exception("a bug in the journal")
-                    errors = [f"{type(e).__name__}: {e}"] * len(batch)
-                self._answer(batch, errors)
+                    errors = [f"{type(e).__name__}: {e}"] * len(parts)
+                self._settle(parts, errors, n_owed)
+                self._answer(batch, errors[n_owed:])
             if not self._waiting and self._file is not None:
                 async with self._turn:
                     await self._in_thread(self._checkpoint)
 
-    def _answer(self, batch: Sequence[_Write], errors: Sequence[str | None]) -> None:
-        for write, error in zip(batch, errors, strict=True):
+    def _settle(self, parts: Sequence[Sequence[Change]], errors: Sequence[str | None], n_owed: int) -> None:
+        """Note what is on the disk and what is owed from here on; the first ``n_owed`` parts were owed before."""
+        for part, error in zip(parts, errors, strict=True):
             if error is None:
-                for change in write.changes:
-                    if isinstance(change, Released):
-                        self._owed.difference_update(change.pool_ids)
-            if write.done.done():
-                continue
-            if error is None:
-                write.done.set_result(None)
-            else:
-                write.done.set_exception(JournalFailed(f"the journal {self._path} cannot be written: {error}"))
+                self._owed.paid(part)
+        for part, error in zip(parts[n_owed:], errors[n_owed:], strict=True):
+            for change in part if error is not None else ():
+                if isinstance(change, Released):
+                    self._owed.release(change.pool_ids)
+                elif isinstance(change, Added):  # a write that failed late may be there all the same
+                    self._owed.release([change.row.pool_id])
         failed = next((error for error in errors if error is not None), None)
         if failed is not None and self._failure is None:
             log.error("the journal %s cannot be written: %s", self._path, failed)
         elif failed is None and self._failure is not None:
             log.info("the journal %s can be written again", self._path)
         self._failure = failed
+
+    def _answer(self, batch: Sequence[_Write], errors: Sequence[str | None]) -> None:
+        for write, error in zip(batch, errors, strict=True):
+            if write.done.done():
+                continue
+            if error is None:
+                write.done.set_result(None)
+            else:
+                write.done.set_exception(JournalFailed(f"the journal {self._path} cannot be written: {error}"))
+
+    def _owe_what_was_mended(self) -> None:
+        """What was left out when the pools were loaded is to leave the file as well."""
+        if self._db is not None:
+            self._owed.release(self._db.left_out)
+            for change in self._db.renamed:
+                self._owed.change(change)
 
     async def _in_thread(self, work: Callable[[], Given]) -> Given:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
@@ -263,7 +303,7 @@ class Journal:
                 raise Damaged(str(e)) from e
             raise
         try:
-            rows = db.load()
+            rows = self._load(db)
         except BaseException:
             db.close()
             raise
@@ -278,14 +318,14 @@ class Journal:
         )
         Database.create(path)
 
-    def _bind(self, fingerprint: str) -> list[PoolRow]:
+    def _bind(self, fingerprint: str, first: Sequence[Change]) -> list[PoolRow]:
         if self._db is None:
             raise JournalFailed("the journal is not open")
         try:
             if fingerprint != self._db.fingerprint:  # a full disk is no reason not to use what is there
-                self._db.write([Bound(fingerprint)])
+                self._db.write([*first, Bound(fingerprint)])
             try:
-                rows = self._db.load()
+                rows = self._load(self._db)
             except Damaged as e:
                 if self._file is None:
                     raise
@@ -298,19 +338,40 @@ class Journal:
             raise JournalFailed(f"the journal {self._path} cannot be used: {e}") from e
         return rows
 
-    def _write_batch(self, batch: Sequence[_Write]) -> list[str | None]:
-        """One transaction for all; if it fails, one for each, so that nobody fails for another."""
-        together = self._try([change for write in batch for change in write.changes])
-        if together is None or len(batch) == 1:
-            return [together] * len(batch)
-        return [self._try(write.changes) for write in batch]
+    def _load(self, db: Database) -> list[PoolRow]:
+        """Raises Damaged, sqlite3.Error."""
+        rows = db.load()
+        if db.left_out or db.renamed:
+            log.warning(
+                "the journal %s is incomplete: %d pools are left out because what they are made from is not in it, "
+                "%d lost their name to a newer pool",
+                self._path,
+                len(db.left_out),
+                len(db.renamed),
+            )
+        return rows
+
+    def _write_parts(self, parts: Sequence[Sequence[Change]]) -> list[str | None]:
+        """One transaction for all; if it fails, one for each, so that nobody fails for another.
+
+        Only the first part must be on the disk before any other.
+        """
+        together = self._try([change for part in parts for change in part])
+        if together is None:
+            return [None] * len(parts)
+        if sum(1 for part in parts if part) == 1:
+            return [together if part else None for part in parts]
+        first = self._try(parts[0]) if parts[0] else None
+        if first is not None:
+            return [first] * len(parts)
+        return [None, *(self._try(part) for part in parts[1:])]
 
     def _try(self, changes: Sequence[Change]) -> str | None:
         if self._db is None:
             return "it is closed"
         try:
             self._db.write(changes)
-        except sqlite3.Error as e:
+        except (sqlite3.Error, ParentMissing) as e:
             return str(e)
         return None
 

@@ -12,6 +12,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from polykv_proxy.ids import PoolId
+from polykv_proxy.store.database import Database, Released
 from tests.store.make import MODEL, altered, beside, child, digest, family, left, opened, put, read, root, rows, written
 
 PAGE = 4096
@@ -262,6 +264,47 @@ async def test_damage_in_another_models_pools_is_noticed_when_they_are_wanted(
         assert await journal.bind(MODEL) == []
         assert "pool 4" in caplog.text
         assert journal.status["saved_copy"] is not None
-        await journal.pool_added(child(8, root(7, 1, 2), 2, 3))
-    # Its parent was never told: that is what a damaged journal looks like, and none is opened.
-    assert await left(path) == []
+        await journal.pool_added(root(7, 1, 2))
+    assert await left(path) == rows([root(7, 1, 2)])
+
+
+# Incomplete, not damaged -------------------------------------------------------------------------------------------
+
+
+def leave_alone(path: Path, *gone: int) -> None:
+    """Take rows out of a journal as its own code does, without what is below them."""
+    db = Database.open(path)
+    db.write([Released([PoolId(pool_id) for pool_id in gone])])
+    db.close()
+
+
+async def test_a_pool_without_its_parent_goes_with_what_is_below_it_and_all_else_stays(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trunk, branch, leaf, apart = family()
+    await written(path, [trunk, branch, leaf, apart, child(6, trunk, 4000, 1)])
+    leave_alone(path, 1)
+    async with opened(path) as (journal, found):
+        assert found.rows == rows([apart])
+        assert found.next_id == 7
+        assert (journal.status["state"], journal.status["saved_copy"]) == ("ok", None)
+        (warning,) = (record for record in caplog.records if record.levelno >= logging.WARNING)
+        assert "3 pools are left out" in warning.getMessage()
+    caplog.clear()
+    assert await left(path) == rows([apart])  # they are gone from the file as well: nothing to warn of again
+    assert not caplog.records
+
+
+async def test_of_two_pools_with_one_name_the_newer_has_it(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    await written(path, [root(1, 1, name="a", pin=True), root(2, 2, name="b"), root(3, 3, name="a")])
+    mended = rows([root(1, 1, pin=True), root(2, 2, name="b"), root(3, 3, name="a")])
+    async with opened(path) as (journal, found):
+        assert found.rows == mended
+        assert journal.status["saved_copy"] is None
+        (warning,) = (record for record in caplog.records if record.levelno >= logging.WARNING)
+        assert "1 lost their name to a newer pool" in warning.getMessage()
+        await journal.bind(MODEL)
+        await journal.pools_released([PoolId(3)])
+    caplog.clear()
+    assert await left(path) == mended[:2]  # the name does not go back to the older one
+    assert not caplog.records
