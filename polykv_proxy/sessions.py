@@ -55,6 +55,12 @@ class Session:
     turns: "dict[int, Turn]" = field(default_factory=dict)
 
     @property
+    def running_in(self) -> PoolId | None:
+        """The pool of what runs now, else the session's: a reply in one piece tells only at its end that it was taken."""
+        running = [turn.pool_id for turn in self.turns.values() if turn.pool_id is not None]
+        return running[-1] if running else self.pool_id
+
+    @property
     def state(self) -> State:
         if self.turns:
             states = {t.state for t in self.turns.values()}
@@ -73,10 +79,11 @@ class Turn:
     sent_s: float | None = None
     first_s: float | None = None
     slot_id: SlotId | None = None
+    pool_id: PoolId | None = None
 
-    def sent(self, now_s: float, slot_id: SlotId | None) -> None:
-        """The engine has it from here on."""
-        self.state, self.sent_s, self.slot_id = "prefilling", now_s, slot_id
+    def sent(self, now_s: float, slot_id: SlotId | None, pool_id: PoolId | None = None) -> None:
+        """The engine has it from here on. ``pool_id``: what it attaches to; the session moves when it is accepted."""
+        self.state, self.sent_s, self.slot_id, self.pool_id = "prefilling", now_s, slot_id, pool_id
         if slot_id is not None:
             self.session.slot_id = slot_id
 

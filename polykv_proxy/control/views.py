@@ -158,12 +158,12 @@ class Views:
             facts.append(
                 SessionFacts(
                     session_id=session.session_id,
-                    pool_id=session.pool_id,
+                    pool_id=session.running_in,
                     pool_n_tokens=of_pools,
                     suffix_n_tokens=own,
                     tps_ewma=self._tps(session, slot),
                     ttft_ms=session.ttft_ms,
-                    state=session.state,
+                    state=_state(session, slot),
                 )
             )
         return facts
@@ -193,9 +193,9 @@ class Views:
             "session_id": session.session_id,
             "named": session.named,
             "parent_session_id": session.parent,
-            "pool_id": session.pool_id,
+            "pool_id": session.running_in,
             "slot_id": session.slot_id,
-            "state": session.state,
+            "state": _state(session, slot),
             "n_turns": session.n_turns,
             "n_running": len(session.turns),
             "n_decoded": session.n_decoded,
@@ -209,3 +209,9 @@ class Views:
             "ctx_headroom_tokens": max(0, total - used) if total is not None and used is not None else None,
             "last_access_ts": session.last_s + self._unix_offset_s,
         }
+
+
+def _state(session: Session, slot: SlotStats | None) -> str:
+    """A reply in one piece does not tell when its prompt is done: the engine does."""
+    decodes = slot is not None and slot.state == "generating"
+    return "decoding" if session.state == "prefilling" and decodes else session.state

@@ -170,7 +170,7 @@ class TurnRelay:
         if grant is not None:
             self._slot_id = slot_id
         body = rewrite(self._call, self._plan, slot_id)
-        self._turn.sent(self._clock(), slot_id)
+        self._turn.sent(self._clock(), slot_id, self._plan.pool_id if self._plan is not None else None)
         self._sent = True
         headers = raw_headers_of(self._request, OWN_HEADERS)
         async with await self._control.engine.open(

@@ -189,6 +189,26 @@ async def test_incompatible_requests_go_unpooled(
     assert expected_slot is None or seen["id_slot"] == expected_slot
 
 
+async def test_a_reply_in_one_piece_is_seen_where_it_runs(engine: FakeEngine, proxy: Proxy) -> None:
+    """Its head comes with its end; until then the session is not in the pool of its last turn."""
+    first = await proxy.pool(tokens=list(b"first pool"), name="first")
+    second = await proxy.pool(tokens=list(b"second pool"), name="second")
+    body = {"prompt": "first pool!", "n_predict": 1, "session_id": "agent", "pool_id": "first"}
+    assert (await proxy.client.post("/completion", json=body)).json()["polykv"]["pool_id"] == first["pool_id"]
+    engine.token_s = 0.02
+    body = {"prompt": "second pool!", "n_predict": 200, "session_id": "agent", "pool_id": "second"}
+    running = asyncio.create_task(proxy.client.post("/completion", json=body))
+    await until(lambda: any(slot.state == "generating" for slot in engine.slots))
+    shown = (await proxy.client.get("/polykv/sessions/agent")).json()
+    pools = (await proxy.client.get("/polykv/pools")).json()["pools"]
+    assert not running.done()
+    assert (shown["pool_id"], shown["state"]) == (second["pool_id"], "decoding")
+    where = {pool["name"]: [(s["session_id"], s["state"]) for s in pool["sessions"]] for pool in pools}
+    assert where == {"first": [], "second": [("agent", "decoding")]}
+    running.cancel()
+    await asyncio.wait([running])
+
+
 async def test_several_choices_take_several_slots_and_carry_one_object(engine: FakeEngine, proxy: Proxy) -> None:
     hold = Hold()
     engine.on(CHAT, "prefill", hold, times=None)
