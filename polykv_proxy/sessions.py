@@ -56,7 +56,7 @@ class Session:
 
     @property
     def running_in(self) -> PoolId | None:
-        """The pool of what runs now, else the session's: a reply in one piece tells only at its end that it was taken."""
+        """The pool of what runs now, else the session's: a reply in one piece tells at its end that it was accepted."""
         running = [turn.pool_id for turn in self.turns.values() if turn.pool_id is not None]
         return running[-1] if running else self.pool_id
 
