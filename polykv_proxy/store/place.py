@@ -1,8 +1,9 @@
 """Where the journal lies: a folder and a file of our own, one proxy at a time, damaged ones set aside.
 
 Tokens are prompts, so the file is readable by its owner only (0600), and the folder is made with 0700; a folder that
-exists is left as it is. A symbolic link is followed only if it is ours or root's: in a folder that others may write to,
-somebody could have put it there to have us write elsewhere.
+exists is left as it is. What is no regular file (a device, a pipe, a folder) is never touched: renaming it as root could
+take a device away from everybody. A symbolic link is followed only if it is ours or root's: in a folder that others may
+write to, somebody could have put it there to have us write elsewhere.
 
 The lock is a file beside the journal (``<file>.lock``), locked by the kernel: it ends with the process, however that
 ends. It says who has it, for a person, and is never removed: who removed it could lock out nobody.
@@ -31,7 +32,7 @@ class Unusable(Exception):
 
 
 def prepare(path: Path) -> Path:
-    """Make the folder, follow a link that may be followed. Gives the real path.
+    """Make the folder, follow a link that may be followed. Gives the real path, of a regular file or of nothing yet.
 
     Raises:  Unusable
     """
@@ -42,6 +43,8 @@ def prepare(path: Path) -> Path:
                 raise Unusable(f"{path} is a symbolic link of another user")
             path = path.resolve()
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if (kind := _other_kind(path)) is not None:
+            raise Unusable(f"{path} is {kind}, no file: name a file, or ':memory:' to keep nothing")
         return path.absolute()
     except (OSError, RuntimeError) as e:  # RuntimeError: a link that leads to itself, before Python 3.13
         raise Unusable(f"{path}: {_why(e)}") from e
@@ -103,15 +106,13 @@ def is_there(path: Path) -> bool:
 
 
 def set_aside(path: Path) -> Path:
-    """Rename what lies at ``path`` and what belongs to it. Gives the copy's path.
+    """Rename the file at ``path`` and what belongs to it. Gives the copy's path.
 
-    A folder is only moved when it is empty: one that holds something was named by mistake and is not ours to move.
-
-    Raises:  Unusable
+    Raises:  Unusable, also when something else than a file lies there: it was named by mistake and is not ours to move
     """
     try:
-        if path.is_dir() and any(path.iterdir()):
-            raise Unusable(f"{path} is a folder with something in it: name a file")
+        if (kind := _other_kind(path)) is not None:
+            raise Unusable(f"{path} is {kind}, no file, and is not set aside")
         copy = _free_name(path)
         if os.path.lexists(path):
             path.rename(copy)
@@ -130,6 +131,27 @@ def _free_name(path: Path) -> Path:
     while os.path.lexists(copy):
         copy, n = path.with_name(f"{stem}-{n}"), n + 1
     return copy
+
+
+_KINDS = (
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+    (stat.S_ISFIFO, "a pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISLNK, "a symbolic link"),
+)
+
+
+def _other_kind(path: Path) -> str | None:
+    """What lies there when it is no regular file; None for a file and for nothing at all. Raises OSError."""
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return None
+    if stat.S_ISREG(mode):
+        return None
+    return next((kind for is_kind, kind in _KINDS if is_kind(mode)), "something else")
 
 
 def _why(error: BaseException) -> str:

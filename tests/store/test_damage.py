@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import os
 import shutil
 import sqlite3
 import tempfile
@@ -186,18 +185,6 @@ async def test_a_foreign_database(path: Path, caplog: pytest.LogCaptureFixture) 
 async def test_no_database_at_all(path: Path, caplog: pytest.LogCaptureFixture, content: bytes) -> None:
     put(path, content)
     await starts_empty(path, caplog)
-
-
-async def test_an_empty_folder_in_its_place(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    os.mkdir(path)
-    await starts_empty(path, caplog, why="no file")
-
-
-async def test_a_pipe_in_its_place_blocks_nobody(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    os.mkfifo(path)
-    async with opened(path) as (journal, found):
-        assert found.rows == []
-        assert journal.status["saved_copy"] is not None
 
 
 async def test_an_unreadable_file(

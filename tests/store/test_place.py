@@ -2,6 +2,7 @@
 
 import logging
 import os
+import socket
 import stat
 from pathlib import Path
 
@@ -115,6 +116,42 @@ async def test_where_nothing_can_be_kept_pools_live_in_memory_and_it_is_said(
     assert [r.levelname for r in caplog.records] == ["WARNING"]
     assert "not kept over a restart" in caplog.text
     assert (tmp_path / "full" / "pools.db" / "something").read_text() == "mine"
+
+
+def a_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(os.path.relpath(path))  # such a name may have some 100 characters
+
+
+@pytest.mark.parametrize("linked", [False, True])
+@pytest.mark.parametrize("kind", ["a folder", "a pipe", "a socket"])
+async def test_what_is_no_file_is_never_touched(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, kind: str, linked: bool
+) -> None:
+    """As root, renaming it could take a device away from everybody."""
+    monkeypatch.chdir(tmp_path)
+    there = tmp_path / "there"
+    {"a folder": os.mkdir, "a pipe": os.mkfifo, "a socket": a_socket}[kind](there)
+    path = tmp_path / "link" if linked else there
+    if linked:
+        path.symlink_to(there)
+    before, names = there.lstat(), beside(there)
+    async with opened(path) as (journal, found):
+        assert (found.rows, found.fingerprint) == ([], None)
+        status = journal.status
+        assert (status["state"], status["saved_copy"]) == ("unusable", None)
+        assert f"{there} is {kind}" in status["error"]
+        await journal.bind(MODEL)
+        await journal.pool_added(root(1, 1))
+    (warning,) = (record for record in caplog.records if record.levelno >= logging.WARNING)
+    assert f"{there} is {kind}" in warning.getMessage()
+    assert "':memory:' to keep nothing" in warning.getMessage()
+    after = there.lstat()
+    assert (after.st_ino, after.st_mode, after.st_ctime_ns) == (before.st_ino, before.st_mode, before.st_ctime_ns)
+    assert beside(there) == names
+    with pytest.raises(place.Unusable, match=kind):
+        place.set_aside(there)
+    assert beside(there) == names
 
 
 def test_saved_copies_do_not_replace_each_other(tmp_path: Path) -> None:
