@@ -11,6 +11,7 @@ retention  what stays and what goes: grace, pins and their budget
 keeping    pin, unpin, evict, flush
 ledger     who holds which cells
 sequences  the engine's sequences: order, find again, give back
+holdings   how many cells pools and slots hold, alone and together
 room       cells: does it fit, who leaves, who waits for whom
 attach     which pool a request gets, how far, and why not further
 compare    a prompt against the pools

@@ -13,7 +13,8 @@ How many cells can be had is never known exactly, only from below, in two ways; 
     what is free, and what idle slots hold alone (the engine purges them by itself);
     everything but what the resident pools and the busy slots hold.
 
-The second also sees what idle slots keep of released pools, the first what a pool shares with the slot it came from.
+Where the books are right both are the same (``holdings``). The first is less when an idle slot is not in them as it is,
+the second when a busy one is not.
 """
 
 import asyncio
@@ -23,6 +24,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from polykv_proxy.control.holdings import NOT_STARTED, Holdings
+from polykv_proxy.control.ledger import Ledger
 from polykv_proxy.control.promises import Promises, this_task
 from polykv_proxy.control.retention import Retention
 from polykv_proxy.control.watch import EngineWatch
@@ -52,10 +55,6 @@ FIRST_CELLS = 32
 """Who would leave less than this for the beginning of its answer, or for each answer under way, waits for them to end:
 the engine would cut somebody short, or refuse the prompt itself, as soon as it is in."""
 
-_NOT_STARTED = ("idle", "started")
-"""A slot in one of these states drops what its request does not reuse before it takes a cell."""
-
-
 Idle = Literal["open", "live", "named", "none"]
 """Whose pools count as used between two turns: of all open sessions, of live ones, of live ones that a client named, of
 nobody."""
@@ -70,14 +69,16 @@ class _Known:
     running: frozenset[int]
 
     @classmethod
-    def read(cls, stats: Stats) -> "_Known":
+    def read(cls, stats: Stats, n_free_or_idle: int) -> "_Known":
         busy = [slot for slot in stats.slots if not slot.idle]
         coming = sum(_still_to_come(slot) for slot in busy)
-        return cls(stats, _n_free_or_idle(stats) - coming - GROWTH_CELLS * len(busy), _running(stats))
+        return cls(stats, n_free_or_idle - coming - GROWTH_CELLS * len(busy), _running(stats))
 
 
 class Sequences(Protocol):
     """Who holds the engine's sequences for the pools. ``books_true``: all that the engine holds are on the tree."""
+
+    ledger: Ledger
 
     @property
     def books_true(self) -> bool: ...
@@ -140,7 +141,7 @@ class Room(Promises):
         if self.n_total is None or stats is None:
             return True
         if self._known is None or self._known.stats is not stats:
-            self._known = _Known.read(stats)
+            self._known = _Known.read(stats, _n_free_or_idle(stats, self._holdings(stats)))
         known = self._known
         n_spare = known.n_spare
         for at_s, n_kept in self._kept:
@@ -270,23 +271,25 @@ class Room(Promises):
 
     def n_evictable(self, *, idle_too: bool = False) -> int:
         """Cells that evicting everything that may be evicted would give."""
+        stats = self._watch.stats
         staying = self.retention.staying(self.in_use("none" if idle_too else "named"))
-        return held_cells(self._tree, self._tree.residents()) - held_cells(self._tree, staying)
+        return self._holdings(stats).n_freed(staying) if stats is not None else 0
 
     def _n_room(self, stats: Stats) -> int:
         """Cells that can be had without evicting anything, after all that was promised."""
         if stats.cells is None:
             return 0
-        n_room = _n_free_or_idle(stats)
-        residents = self._tree.residents()
-        busy = [slot for slot in stats.slots if slot.state not in _NOT_STARTED]
+        holdings = self._holdings(stats)
+        n_room = _n_free_or_idle(stats, holdings)
         if self.sequences.books_true:
-            seqs = {pool.seq_id for pool in residents}
-            private = sum(s.n_tokens - (s.n_pool_shared if s.pool_seq in seqs else 0) for s in busy)
-            n_room = max(n_room, stats.cells.total - held_cells(self._tree, residents) - private)
+            n_room = max(n_room, stats.cells.total - holdings.n_held())
         running = _running(stats)
         promised = sum(p.n_cells for task, p in self._live() if not self._arrived(task, p, running))
-        return n_room - promised - sum(_still_to_come(slot) for slot in busy)
+        return n_room - promised - sum(_still_to_come(slot) for slot in holdings.busy)
+
+    def _holdings(self, stats: Stats) -> Holdings:
+        self.sequences.ledger.sync()
+        return Holdings(stats, self._tree.residents(), self.sequences.ledger.book)
 
     def _n_spared(self, n_cells: int, n_first: int) -> int:
         """What this request must leave besides its own cells, as long as waiting can help."""
@@ -321,10 +324,8 @@ class Room(Promises):
             return
 
 
-def _n_free_or_idle(stats: Stats) -> int:
-    """What is free, and what idle slots hold alone."""
-    idle = (slot.n_tokens - slot.n_pool_shared for slot in stats.slots if slot.state in _NOT_STARTED)
-    return (stats.cells.free if stats.cells is not None else 0) + sum(idle)
+def _n_free_or_idle(stats: Stats, holdings: Holdings) -> int:
+    return (stats.cells.free if stats.cells is not None else 0) + holdings.n_resting_alone()
 
 
 def _still_to_come(slot: SlotStats) -> int:
@@ -333,7 +334,7 @@ def _still_to_come(slot: SlotStats) -> int:
 
 
 def _running(stats: Stats) -> frozenset[int]:
-    return frozenset(slot.id for slot in stats.slots if slot.state not in _NOT_STARTED)
+    return frozenset(slot.id for slot in stats.slots if slot.state not in NOT_STARTED)
 
 
 def _n_growing(stats: Stats) -> int:

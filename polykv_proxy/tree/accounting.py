@@ -90,6 +90,17 @@ def account(tree: PoolTree, gone: Mapping[PoolId, Gone], book: CellBook, *, unif
     return Accounts(dict(own), dict(released), dict(slots))
 
 
+def count_cells(held: Iterable[Run]) -> int:
+    """Cells that are held, each once, however many hold it."""
+    return sum(end - start for stretches in union(held).values() for start, end in stretches)
+
+
+def count_freed(going: Iterable[Run], staying: Iterable[Run]) -> int:
+    """Cells that come free when all who hold ``going`` let go, as far as nobody holds them with ``staying`` too."""
+    rest = list(staying)
+    return count_cells([*rest, *going]) - count_cells(rest)
+
+
 def parts_of(tree: PoolTree, pool: Pool) -> list[tuple[PoolId, int, int]]:
     """Who owns what of a pool's prefix, by the tree: (owner, start, end), from position 0."""
     parts, end, owner = [], pool.prefix_len, pool

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from polykv_proxy.control import CreatePool, Source
+from polykv_proxy.control import CreatePool, ForkPool, Source
 from tests.fake_engine import FakeEngine, Hold
 from tests.relay.conftest import Proxy, ProxyMaker
 from tests.relay.raw import until
@@ -78,6 +78,46 @@ async def test_unused_pools_leave_for_a_request_that_gets_none(
     assert residency(proxy) == {"old": "cold", "new": "resident"}
     (received,) = engine.requests(PATH)
     assert received.body.startswith(answer.request.content[:-1])
+
+
+async def attached_to_a_parent_that_gave_its_sequence(proxy: Proxy) -> None:
+    """An idle slot holds 300 cells that a child's sequence holds too, and the engine does not say so any more."""
+    parent = await proxy.pool(tokens=[1] * 300, name="parent")
+    await proxy.control.fork_pool(parent["pool_id"], ForkPool(source=Source(own_tokens=[2] * 5), name="child"))
+    answer = await ask(proxy, [1] * 300 + [3, 4], pool_id="parent", session_id="rests")
+    assert answer.json()["timings"]["pool_n"] == 300
+    await proxy.control.residency.evict(proxy.control.tree.get("parent"))
+    stats = await proxy.control.watch.refresh()
+    assert stats is not None
+    assert [slot.n_pool_shared for slot in stats.slots if slot.n_tokens] == [0]
+
+
+@pytest.mark.parametrize("books", ["kept", "begun anew"])
+async def test_an_idle_slot_gives_no_cells_that_a_pool_holds_too(engine: FakeEngine, proxy: Proxy, books: str) -> None:
+    await attached_to_a_parent_that_gave_its_sequence(proxy)
+    if books == "begun anew":  # as by a proxy that found the engine so, and is not told where the cells lie
+        proxy.control.residency.ledger.clear()
+    answer = await ask(proxy, "x" * 800)
+    assert (answer.status_code, answer.json().get("tokens_predicted")) == (200, 4), answer.text
+    assert residency(proxy) == {"parent": "cold", "child": "cold"}
+
+
+async def test_a_pool_is_not_evicted_when_idle_slots_give_enough(engine: FakeEngine, proxy: Proxy) -> None:
+    """Beside the child there are 695 cells."""
+    await attached_to_a_parent_that_gave_its_sequence(proxy)
+    assert (await ask(proxy, "x" * 650)).status_code == 200
+    assert residency(proxy) == {"parent": "cold", "child": "resident"}
+
+
+async def test_who_needs_cells_that_a_pool_at_work_holds_waits(engine: FakeEngine, proxy: Proxy) -> None:
+    await attached_to_a_parent_that_gave_its_sequence(proxy)
+    hold, running = await held(engine, proxy, [1] * 300 + [2] * 5 + [7], pool_id="child", session_id="works")
+    big = ask(proxy, "x" * 800)
+    await until(lambda: proxy.control.room.has_line or big.done())
+    assert not big.done()
+    hold.release()
+    assert [(await task).status_code for task in (running, big)] == [200, 200]
+    assert residency(proxy) == {"parent": "cold", "child": "cold"}
 
 
 # Waiting -------------------------------------------------------------------------------------------------------------

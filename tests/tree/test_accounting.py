@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from polykv_proxy.ids import PoolId, SeqId, SlotId
-from polykv_proxy.tree.accounting import Gone, account, kv_bytes, parts_of, subtree_cells
-from polykv_proxy.tree.cells import CellBook, SlotFacts, length
+from polykv_proxy.tree.accounting import Gone, account, count_cells, count_freed, kv_bytes, parts_of, subtree_cells
+from polykv_proxy.tree.cells import CellBook, Run, SlotFacts, length
 from polykv_proxy.tree.pool import Pool
 from polykv_proxy.tree.tree import PoolTree
 from tests.tree.make import add_root, extend, toks
@@ -151,6 +151,26 @@ def test_a_restored_family_shares_by_its_tree() -> None:
     assert account(tree, {}, book).own_cells == before
 
 
+def runs_of(book: CellBook, *pools: Pool) -> list[Run]:
+    held = [book.runs(pool.seq_id, pool.gen) for pool in pools if pool.seq_id is not None and pool.gen is not None]
+    return [run for runs in held for run in runs or ()]
+
+
+def test_a_slot_gives_only_what_nobody_else_holds() -> None:
+    tree, book, (root, task, branch) = family()
+    book.observe(slot(0, 105, task=1, reused=100, pool=root, n=100))
+    book.observe(slot(1, 103, task=2, reused=100, pool=root, n=100))
+    held = [book.slot_runs(SlotId(i)) for i in (0, 1)]
+    assert count_freed(held[0], runs_of(book, root, task, branch)) == 5
+    evict(tree, book, root)
+    assert count_freed(held[0], runs_of(book, task, branch)) == 5  # a child's sequence holds all of the root
+    evict(tree, book, task)
+    assert count_freed(held[0], runs_of(book, branch)) == 45  # the other one holds the first 60
+    evict(tree, book, branch)
+    assert count_freed(held[0], held[1]) == 5
+    assert count_freed([*held[0], *held[1]], []) == count_cells([*held[0], *held[1]]) == 108
+
+
 def test_unknown_bytes_stay_unknown() -> None:
     assert kv_bytes(10, None) is None
     assert kv_bytes(10, 46080.0) == 460800
@@ -269,6 +289,12 @@ class BookAgainstCache(RuleBasedStateMachine):
         assert accounts.total_cells == len(used)
         assert all(pool_id in self.tree for pool_id in accounts.own_cells)
         self.book.forget()
+        runs = {slot_id: self.book.slot_runs(SlotId(slot_id)) for slot_id in self.slots}
+        of_pools = runs_of(self.book, *self.tree.residents())
+        staying = set().union(*self.seqs.values(), self.slots[2])
+        going = set(self.slots[0]) | set(self.slots[1])
+        assert count_freed([*runs[0], *runs[1]], [*of_pools, *runs[2]]) == len(going - staying)
+        assert count_cells([*of_pools, *runs[2]]) == len(staying)
         for slot_id, cells in self.slots.items():
             assert length(self.book.slot_runs(SlotId(slot_id))) == len(cells)
 
