@@ -59,7 +59,8 @@ def make_console(*, stderr: bool = False) -> "Console":
 
 
 def show(what: "RenderableType") -> None:
-    make_console().print(what)
+    """Print it; what does not fit into a line runs over, nothing is cropped away."""
+    make_console().print(what, crop=False)
 
 
 def human_bytes(n_bytes: float | None) -> str:

@@ -9,17 +9,21 @@ system          1,740  1,740    80.2 MB  resident pinned
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from polykv_proxy.cli.output import UNKNOWN, count, human_bytes, plain
 
 if TYPE_CHECKING:
-    from rich.table import Table
     from rich.text import Text
+
+    from polykv_proxy.cli.fitting import FittedTable, Label, Row
 
 _LEVELS_MAX = 8
 _SESSIONS_MAX = 12
+_SESSION_LEAST = 10
+_TREE_LABEL = 28
+_LIST_LABEL = 10
 _COLOURS = {"resident": "green", "materializing": "yellow", "warm": "cyan", "cold": "bright_black"}
 
 
@@ -40,12 +44,12 @@ def summary(view: Mapping[str, Any]) -> str:
     return " · ".join(parts)
 
 
-def draw_tree(view: Mapping[str, Any]) -> "Table":
+def draw_tree(view: Mapping[str, Any]) -> "FittedTable":
     """Draw every pool of the view with its sessions, children in the order of their ids."""
-    from rich.text import Text
+    from polykv_proxy.cli.fitting import FittedTable, Row
 
     pools = {pool["pool_id"]: pool for pool in view["pools"]}
-    table = _tree_table()
+    rows: list[Row] = []
     # Each entry: pool, the guides of its own row, the guides its children start from, level. A stack, not recursion:
     # the tree may be deeper than Python's.
     tops = [pool for pool in pools.values() if pool["parent"] not in pools]
@@ -53,35 +57,27 @@ def draw_tree(view: Mapping[str, Any]) -> "Table":
     while stack:
         pool, own_guide, guide, level = stack.pop()
         children = [pools[child] for child in pool["children"] if child in pools]
-        table.add_row(
-            Text.assemble((own_guide, "bright_black"), (pool_label(pool), "bold")),
-            count(pool["prefix_len"]),
-            count(pool["own_n_tokens"]),
-            human_bytes(pool["own_kv_bytes"]),
-            _where(pool),
-        )
-        _add_sessions(table, pool["sessions"], guide + ("│  " if children else "   "))
+        numbers = (count(pool["prefix_len"]), count(pool["own_n_tokens"]), human_bytes(pool["own_kv_bytes"]))
+        rows.append(Row(_pool_label(pool, own_guide), numbers, _where(pool)))
+        rows += _session_rows(pool["sessions"], guide + ("│  " if children else "   "))
         for number, child in reversed(list(enumerate(children, start=1))):
             last = number == len(children)
             if level < _LEVELS_MAX:
                 stack.append((child, guide + ("└─ " if last else "├─ "), guide + ("   " if last else "│  "), level + 1))
             else:  # no room for more guides at 80 columns: say the level instead
                 stack.append((child, f"{guide}{level + 1}: ", guide, level + 1))
-    return table
+    return FittedTable(("pool", "prefix", "own", "KV", "where"), rows, label_at=0, label_keeps=_TREE_LABEL)
 
 
-def list_table(view: Mapping[str, Any]) -> "Table":
+def list_table(view: Mapping[str, Any]) -> "FittedTable":
     """One line per pool, for searching with the eye and with grep."""
-    from rich.table import Table
+    from polykv_proxy.cli.fitting import FittedTable, Label, Row
 
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bright_black")
-    for heading in ("id", "name", "parent", "D", "prefix", "own", "KV", "hits", "sess", "where"):
-        right = heading not in ("name", "where")
-        table.add_column(heading, justify="right" if right else "left", no_wrap=True, overflow="ellipsis")
+    rows = []
     for pool in view["pools"]:
-        table.add_row(
+        name = str(pool.get("name") or "")
+        numbers = (
             str(pool["pool_id"]),
-            pool.get("name") or "",
             "" if pool["parent"] == -1 else str(pool["parent"]),
             str(pool["branch_pos"]),
             str(pool["prefix_len"]),
@@ -89,20 +85,18 @@ def list_table(view: Mapping[str, Any]) -> "Table":
             human_bytes(pool["own_kv_bytes"]),
             f"{pool['hits']}/{pool['queries']}",
             str(len(pool["sessions"])),
-            _where(pool),
         )
-    return table
+        rows.append(Row(Label("", name, short=name, least=name[:3]), numbers, _where(pool)))
+    headings = ("id", "name", "parent", "D", "prefix", "own", "KV", "hits", "sess", "where")
+    return FittedTable(headings, rows, label_at=1, label_keeps=_LIST_LABEL)
 
 
-def _tree_table() -> "Table":
-    from rich.table import Table
+def _pool_label(pool: Mapping[str, Any], guide: str) -> "Label":
+    """A name that is cut is no name to type, so its id goes before it then."""
+    from polykv_proxy.cli.fitting import Label
 
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bright_black")
-    table.add_column("pool", no_wrap=True, overflow="ellipsis", min_width=12)
-    for heading in ("prefix", "own", "KV"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("where", no_wrap=True, overflow="ellipsis")
-    return table
+    text, number = pool_label(pool), f"#{pool['pool_id']}"
+    return Label(guide, text, short=text if text == number else f"{number} {text}", least=number, style="bold")
 
 
 def _where(pool: Mapping[str, Any]) -> "Text":
@@ -110,7 +104,7 @@ def _where(pool: Mapping[str, Any]) -> "Text":
 
     text = Text(str(pool["residency"] or "unknown"), style=_COLOURS.get(pool["residency"], ""))
     if pool.get("pinned"):
-        text.append(" pinned, nobody uses it" if pool.get("orphaned_pin") else " pinned", style="magenta")
+        text.append(" pinned, unused" if pool.get("orphaned_pin") else " pinned", style="magenta")
     if pool.get("auto"):
         text.append(" auto", style="bright_black")
     if pool.get("expires_ts") is not None:
@@ -127,19 +121,21 @@ def _duration(seconds: float) -> str:
     return f"{math.ceil(seconds / 86400)} d"
 
 
-def _add_sessions(table: "Table", sessions: Sequence[Mapping[str, Any]], guide: str) -> None:
+def _session_rows(sessions: Sequence[Mapping[str, Any]], guide: str) -> "Iterator[Row]":
     from rich.text import Text
+
+    from polykv_proxy.cli.fitting import Label, Row
 
     for session in sorted(sessions, key=lambda session: str(session["session_id"]))[:_SESSIONS_MAX]:
         tps = session.get("tps_ewma")
         has_cells = session.get("prefix_n_tokens") or session["suffix_n_tokens"]
         parts = (session.get("state"), "" if tps is None else f"{tps:.1f} tok/s", "" if has_cells else "no cells")
-        table.add_row(
-            Text.assemble((guide, "bright_black"), ("▸ ", "blue"), (plain(session["session_id"]), "blue")),
-            "",
-            count(session["suffix_n_tokens"]),
-            human_bytes(session["marginal_kv_bytes"]),
+        name = f"▸ {plain(session['session_id'])}"
+        yield Row(
+            Label(guide, name, short=name, least=name[:_SESSION_LEAST], style="blue"),
+            ("", count(session["suffix_n_tokens"]), human_bytes(session["marginal_kv_bytes"])),
             Text(" ".join(filter(None, parts)), style="" if has_cells else "bright_black"),
         )
     if len(sessions) > _SESSIONS_MAX:
-        table.add_row(Text(f"{guide}… and {len(sessions) - _SESSIONS_MAX} more sessions", style="bright_black"))
+        rest = f"… and {len(sessions) - _SESSIONS_MAX} more"
+        yield Row(Label(guide, f"{rest} sessions", short=rest, least=rest, style="bright_black"), ("", "", ""), Text())

@@ -48,7 +48,7 @@ async def test_pin_unpin_evict_flush(proxy: str) -> None:
     assert (refused.exit_code, refused.stdout, len(refused.stderr.splitlines())) == (1, "", 1)
     assert "this pin would make it 200, and the budget is 163" in refused.stderr
     assert "pin_budget, HTTP 409" in refused.stderr
-    assert "resident pinned, nobody uses it" in (await ctl(proxy, "pools", "tree")).stdout
+    assert "resident pinned, unused" in (await ctl(proxy, "pools", "tree")).stdout
     flushed = await ctl(proxy, "pools", "flush", "base")
     assert flushed.stdout.splitlines()[:2] == ["evicted      none", "kept         1 (pinned)"]
     unpinned = await ctl(proxy, "pools", "unpin", "base", "--json")
@@ -115,4 +115,4 @@ def test_the_tree_says_how_long_unused_pools_are_kept() -> None:
             assert (lines[1].split()[-1], lines[2].split("resident ")[-1].strip()) == ("resident", said), lines
         server.grace_end_s = 0.0
         view = json.loads(runner.invoke(app, ["pools", "tree", "--json", "--url", server.url]).stdout)
-    assert str(list(draw_tree(view).columns[-1].cells)[-1]) == "resident grace over"
+    assert str(draw_tree(view).rows[-1].last) == "resident grace over"

@@ -76,6 +76,78 @@ def test_deep_tree_stays_within_80_columns(server: ContractServer) -> None:
     assert "64: #65" in lines[-3]
 
 
+LONG = "team:coding-agent.instructions-and-tools.2026-11-30.rev-01234567890"
+
+
+def grow_long(server: ContractServer) -> None:
+    tree = server.tree
+    root = server.resident(add_root(tree, toks(range(131072)), name=LONG))
+    task = tree.plan_fork_own(root.pool_id, toks(range(65536)), branch_pos=None, name=f"{LONG}.task")
+    server.resident(tree.commit(task, now_s=0.0))
+    web = tree.commit(tree.plan_fork_own(root.pool_id, toks(range(90)), branch_pos=1200, name=f"{LONG}.web"), now_s=0.0)
+    tree.set_residency(web.pool_id, "materializing")
+    web.pin = True
+    extend(tree, web.pool_id, toks(1))
+    root.n_hits, root.n_queries = 12345, 23456
+    server.in_use = {root.pool_id}
+    for name in ("agent-1", "4be0643f-1d98-573b-97cd-ca98a65347dd"):
+        facts: dict[str, Any] = {"pool_n_tokens": 131072, "suffix_n_tokens": 4321, "tps_ewma": 48.06}
+        server.sessions.append(
+            SessionFacts(session_id=SessionId(name), pool_id=root.pool_id, state="generating", **facts)
+        )
+
+
+def test_tree_cuts_long_names_and_no_number(server: ContractServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(LONG) == 67
+    grow_long(server)
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = run(server, "tree").stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[1:7] == [
+        "#1 team:coding-agent.instructions-… 131,072 131,072 6.0 GB resident",
+        "│  ▸ 4be0643f-1d98-573b-97cd-ca98a…           4,321 199 MB generating 48.1 tok/s",
+        "│  ▸ agent-1                                  4,321 199 MB generating 48.1 tok/s",
+        "├─ #2 team:coding-agent.instructio… 196,608  65,536 3.0 GB resident grace over",
+        "└─ #3 team:coding-agent.instructio…   1,290      90    0 B materializing pinned",
+        "   └─ #4                              1,291       1    0 B cold",
+    ]
+
+
+def test_list_cuts_long_names_and_no_number(server: ContractServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    grow_long(server)
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = run(server, "ls").stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert [" ".join(line.split()) for line in lines[1:]] == [
+        "1 team:codi… 0 131072 131072 6.0 GB 12345/23456 2 resident",
+        "2 team:codi… 1 131072 196608 65536 3.0 GB 0/0 0 resident grace",
+        "over",
+        "3 team:codi… 1 1200 1290 90 0 B 0/0 0 materializing",
+        "pinned",
+        "4 3 1290 1291 1 0 B 0/0 0 cold",
+    ]
+
+
+@pytest.mark.parametrize("command", ["tree", "ls"])
+def test_a_wide_terminal_shows_names_whole(
+    server: ContractServer, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    grow_long(server)
+    monkeypatch.setenv("COLUMNS", "200")
+    shown = run(server, command).stdout
+    assert all(f"{LONG}{end} " in shown for end in ("", ".task", ".web"))
+    assert "…" not in shown
+
+
+def test_a_terminal_too_narrow_for_the_numbers_still_gets_them(
+    server: ContractServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grow_long(server)
+    monkeypatch.setenv("COLUMNS", "30")
+    shown = run(server, "ls").stdout
+    assert all(fact in shown for fact in ("131072 131072 6.0 GB 12345/23456", "196608  65536 3.0 GB", "materializing"))
+
+
 def test_empty_tree_says_what_to_do(server: ContractServer) -> None:
     assert "polykvctl pools create" in run(server, "tree").stdout
 
