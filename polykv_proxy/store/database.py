@@ -43,6 +43,7 @@ _POOL = (
 )
 _PIN, _NAME, _TTL, _USED = 7, 6, 8, 11  # places in _POOL
 
+_NO_ROOM = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
 _DAMAGE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_FORMAT, sqlite3.SQLITE_MISMATCH)
 
 
@@ -99,6 +100,8 @@ class Database:
         self._model_id: int | None = None
         self._models: dict[str, int] = {}
         self._n_rows = self._sum = 0
+        self.unwritable: str | None = None
+        """Why nothing could be written when it was opened."""
         self.left_out: list[PoolId] = []
         self.renamed: list[Changed] = []
         """What the last ``load`` found incomplete: pools without their parent, pools that lost their name."""
@@ -132,7 +135,8 @@ class Database:
 
     @classmethod
     def open(cls, path: Path) -> "Database":
-        """Open a journal and verify it.
+        """Open a journal and verify it. One that can be read but not written (a full disk) is open all the same: see
+        ``unwritable``.
 
         Raises:  Damaged; sqlite3.Error when the disk is at fault
         """
@@ -140,8 +144,13 @@ class Database:
             db = cls(_connect(path))
             try:
                 db._verify()
-                db._db.execute("PRAGMA journal_mode = WAL").fetchall()
-                db.checkpoint()
+                try:
+                    db._db.execute("PRAGMA journal_mode = WAL").fetchall()
+                    db.checkpoint()
+                except sqlite3.Error as e:
+                    if getattr(e, "sqlite_errorcode", 0) & 0xFF not in _NO_ROOM:
+                        raise
+                    db.unwritable = str(e)
             except BaseException:
                 db.close()
                 raise

@@ -161,7 +161,7 @@ class Journal:
     def tick(self) -> None:
         """Called by the heartbeat: write what is due and nobody waits for."""
         now_s = time.monotonic()
-        due_s = OWED_EVERY_S if self._owed else USED_EVERY_S
+        due_s = OWED_EVERY_S if self._owed or self._failure is not None else USED_EVERY_S
         if self._db is not None and now_s - self._looked_s >= due_s:
             self._write_soon()
 
@@ -186,7 +186,7 @@ class Journal:
     def _write_soon(self) -> None:
         self._looked_s = time.monotonic()
         used, self._used = self._used, {}
-        if used or self._owed:  # what is owed goes out with whatever is written
+        if used or self._owed or self._failure is not None:  # what is owed goes out with whatever is written
             self._enqueue([Used(used)])
 
     def _enqueue(self, changes: Sequence[Change]) -> "asyncio.Future[None]":
@@ -276,6 +276,9 @@ class Journal:
             self._db = Database.in_memory()
             return Opened([], None, 1)
         self._n_others = self._db.n_others()
+        self._failure = self._db.unwritable
+        if self._failure is not None:
+            log.error("the journal %s cannot be written, what is in it is there: %s", self._path, self._failure)
         return Opened(rows, self._db.fingerprint, self._db.next_id)
 
     def _open_file(self, path: Path) -> tuple[Database, list[PoolRow]]:

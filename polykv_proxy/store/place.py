@@ -1,9 +1,9 @@
 """Where the journal lies: a folder and a file of our own, one proxy at a time, damaged ones set aside.
 
 Tokens are prompts, so the file is readable by its owner only (0600), and the folder is made with 0700; a folder that
-exists is left as it is. What is no regular file (a device, a pipe, a folder) is never touched: to rename it as root could
-take a device from everybody. A symbolic link is followed only if it is ours or root's: in a folder that others may
-write to, somebody could have put it there to have us write elsewhere.
+exists is left as it is. A symbolic link is followed only if it is ours or root's: in a folder that others may write to,
+somebody could have put it there to have us write elsewhere. What is no regular file (a device, a pipe, a folder) is
+never touched: to rename a device as root takes it from everybody.
 
 The lock is a file beside the journal (``<file>.lock``), locked by the kernel: it ends with the process, however that
 ends. It says who has it, for a person, and is never removed: who removed it could lock out nobody.

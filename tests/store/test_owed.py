@@ -1,9 +1,12 @@
 """A disk that fails and works again: what is owed goes out first, and the file is whole at every moment."""
 
 import asyncio
+import logging
+import resource
 import shutil
 import sqlite3
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -12,7 +15,7 @@ from polykv_proxy.errors import JournalFailed
 from polykv_proxy.ids import PoolId
 from polykv_proxy.store import Journal, PoolRow
 from polykv_proxy.store.database import Added, Change, Released
-from tests.store.make import MODEL, child, left, opened, root, rows
+from tests.store.make import MODEL, child, family, left, opened, read, root, rows
 
 KEPT = root(1, 7, 8, name="kept")
 
@@ -137,6 +140,58 @@ async def test_a_pool_that_stays_is_written_with_or_before_its_forks(
         await journal.pool_added(child(4, parent, 3, 5))
         assert not journal.owes(parent.pool_id)
         assert await killed(path) == rows([KEPT, parent, child(4, parent, 3, 5)])
+
+
+@contextmanager
+def file_limit(n_bytes: int) -> Iterator[None]:
+    """No file grows beyond this: as a disk that is full, for those that would."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+async def test_a_start_on_a_full_disk_has_what_is_there(
+    path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Killed before its log was written into the file, which now cannot grow."""
+    async with opened(tmp_path / "live" / "pools.db") as (journal, _):
+        await journal.bind(MODEL)
+        assert journal._db is not None
+        journal._db.checkpoint = lambda: None  # type: ignore[method-assign]
+        for pool in family():
+            await journal.pool_added(pool)
+        shutil.copytree(tmp_path / "live", path.parent)
+    with file_limit(len(read(path))):
+        async with opened(path) as (journal, found):
+            assert (found.rows, found.fingerprint, found.next_id) == (rows(family()), MODEL, 6)
+            assert (journal.status["state"], journal.status["saved_copy"]) == ("failing", None)
+            assert journal.status["error"]
+            (error,) = (record for record in caplog.records if record.levelno >= logging.WARNING)
+            assert "cannot be written, what is in it is there" in error.getMessage()
+            assert await journal.bind(MODEL) == rows(family())
+            with pytest.raises(JournalFailed):
+                await journal.pool_added(root(6, 1))
+    async with opened(path) as (journal, found):
+        assert (found.rows, journal.status["state"]) == (rows(family()), "ok")
+
+
+async def test_health_notices_by_itself_that_the_disk_works_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("polykv_proxy.store.journal.OWED_EVERY_S", 0.0)
+    async with opened(path) as (journal, _):
+        await journal.bind(MODEL)
+        await journal.pool_added(KEPT)
+        room = failing(journal, everything)
+        with pytest.raises(JournalFailed):
+            await journal.pool_changed(KEPT)
+        room()
+        assert journal.status["state"] == "failing"
+        journal.tick()
+        assert journal._writing is not None
+        await journal._writing
+        assert (journal.status["state"], journal.status["error"]) == ("ok", None)
 
 
 async def test_owed_releases_do_not_come_back_with_their_model(path: Path) -> None:
