@@ -4,6 +4,7 @@ Exit status: 1 the server answered an error, 2 the URL or key cannot be used, 3 
 """
 
 import ipaddress
+import re
 from types import TracebackType
 from typing import Any, ClassVar, Self
 from urllib.parse import quote
@@ -84,7 +85,7 @@ class ControlClient:
         try:
             answer = self._http.request(verb, path, json=body)
         except httpx.TransportError as error:
-            raise Unreachable(f"the proxy at {self.url} cannot be reached: {_reason(error)}") from None
+            raise Unreachable(_not_reached(self.url, error)) from None
         except httpx.DecodingError as error:
             raise ServerRefused(f"{self.url} sent an answer that cannot be read: {error}", status=0) from None
         try:
@@ -93,7 +94,8 @@ class ControlClient:
             parsed = None
         if answer.is_success and parsed is not None:
             return parsed
-        raise ServerRefused(_complaint(answer, parsed), status=answer.status_code, body=parsed)
+        line = _no_proxy(self.url) if _is_llama_server(answer, parsed) else _complaint(answer, parsed)
+        raise ServerRefused(line, status=answer.status_code, body=parsed)
 
 
 def pool_path(ref: str, *more: str) -> str:
@@ -101,8 +103,25 @@ def pool_path(ref: str, *more: str) -> str:
     return "/".join(["/polykv/pools", quote(ref, safe=""), *more])
 
 
-def _reason(error: httpx.TransportError) -> str:
-    return str(error) or type(error).__name__
+def _not_reached(url: str, error: httpx.TransportError) -> str:
+    reason = re.sub(r"^\[Errno -?\d+\] ", "", str(error)) or type(error).__name__
+    line = f"the proxy at {url} cannot be reached: {reason}"
+    if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
+        line += "; start it with `make up` or `polykvctl serve`, or name another with --url or POLYKV_URL"
+    return line
+
+
+def _is_llama_server(answer: httpx.Response, parsed: Any) -> bool:
+    """Whether the engine answered in the proxy's place. Behind a web server only its words for a wrong path tell."""
+    wrong_path = {"error": {"message": "File Not Found", "type": "not_found_error", "code": 404}}
+    return bool(answer.headers.get("server", "").startswith("llama.cpp") or parsed == wrong_path)
+
+
+def _no_proxy(url: str) -> str:
+    return (
+        f"{url} is no PolyKV proxy: a llama-server answers there; the proxy listens on port 8090 by default, "
+        "name it with --url or POLYKV_URL"
+    )
 
 
 def _complaint(answer: httpx.Response, parsed: Any) -> str:
@@ -117,6 +136,8 @@ def _complaint(answer: httpx.Response, parsed: Any) -> str:
     line = f"{problem['message']} ({code}, {status})" if isinstance(code, str) else f"{problem['message']} ({status})"
     if answer.status_code == 401:
         line += "; give the key with --admin-key or POLYKV_ADMIN_KEY"
+    if code == "pool_has_children":
+        line += "; --recursive releases what is below it too"
     if wait_s := answer.headers.get("retry-after"):
         line += f"; try again in {wait_s} s"
     return line

@@ -69,7 +69,7 @@ class ContractServer:
                 asked = Asked(self.command, self.path, json.loads(raw) if raw else None, self.headers["authorization"])
                 owner.asked.append(asked)
                 status, body, headers = owner.answer(asked)
-                self.send_response(status)
+                self.send_response_only(status)
                 for key, value in (
                     {"content-type": "application/json", "content-length": str(len(body))} | headers
                 ).items():

@@ -204,7 +204,9 @@ def test_create_fork_release_from_the_command_line(server: ContractServer, tmp_p
 
     refused = run(server, "release", "base")
     assert (refused.exit_code, refused.stdout) == (1, "")
-    assert refused.stderr == "polykvctl: pool base has 1 child (pool_has_children, HTTP 409)\n"
+    assert refused.stderr == (
+        "polykvctl: pool base has 1 child (pool_has_children, HTTP 409); --recursive releases what is below it too\n"
+    )
     released = run(server, "release", "base", "--recursive", "--json")
     assert json.loads(released.stdout)["released"] == [2, 1]
 
@@ -297,13 +299,35 @@ def test_what_the_server_refused_is_one_line_and_status_1(
     assert (result.exit_code, result.stdout, result.stderr) == (1, "", f"polykvctl: {line}\n")
 
 
-def test_nobody_there_is_status_3() -> None:
+@pytest.mark.parametrize(
+    ("status", "body", "headers"),
+    [
+        (404, {"message": "File Not Found", "type": "not_found_error", "code": 404}, {}),
+        (401, {"message": "Invalid API Key", "type": "authentication_error", "code": 401}, {"server": "llama.cpp"}),
+    ],
+)
+def test_an_engine_in_the_proxys_place_is_named(
+    server: ContractServer, status: int, body: dict[str, Any], headers: dict[str, str]
+) -> None:
+    server.answer_next = (status, json.dumps({"error": body}).encode(), headers)
+    result = run(server, "tree")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr == (
+        f"polykvctl: {server.url} is no PolyKV proxy: a llama-server answers there; the proxy listens on port 8090 "
+        "by default, name it with --url or POLYKV_URL\n"
+    )
+
+
+def test_nobody_there_is_status_3_and_says_how_to_start_it() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # bound, not listening: connecting is refused
-        result = runner.invoke(app, ["ls", "--url", f"http://127.0.0.1:{taken.getsockname()[1]}"])
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        result = runner.invoke(app, ["ls", "--url", url])
     assert (result.exit_code, result.stdout) == (3, "")
-    assert "cannot be reached" in result.stderr
-    assert len(result.stderr.splitlines()) == 1
+    assert result.stderr == (
+        f"polykvctl: the proxy at {url} cannot be reached: Connection refused; start it with `make up` or "
+        "`polykvctl serve`, or name another with --url or POLYKV_URL\n"
+    )
 
 
 @pytest.mark.parametrize("url", ["", "nonsense", "ftp://x", "http://", "http://a:99999999", "http://[::1"])
