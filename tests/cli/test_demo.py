@@ -109,11 +109,18 @@ def test_comparison_counts_making_the_pool() -> None:
     assert cells[5][-4:] == ["1,732", "3,464", "2.0", "x"]
 
 
-def test_comparison_says_how_many_answers_differ() -> None:
-    pooled = GroupRun((agent("a"), agent("b")), 1000.0)
-    alone = GroupRun((agent("b"), agent("a", text="something else")), 14_000.0)
-    notes = comparison_notes(pooled, alone)
-    assert notes[1].startswith("1 of 2 answers are the same")
+@pytest.mark.parametrize(
+    ("n_same", "said"),
+    [(0, "None of the 3 answers is"), (1, "1 of 3 answers is"), (2, "2 of 3 answers are"), (3, "All 3 answers are")],
+)
+def test_comparison_says_how_many_answers_are_the_same(n_same: int, said: str) -> None:
+    names = ("a", "b", "c")
+    pooled = GroupRun(tuple(agent(name) for name in names), 1000.0)
+    others = [agent(name) if number < n_same else agent(name, text="else") for number, name in enumerate(names)]
+    notes = comparison_notes(pooled, GroupRun(tuple(reversed(others)), 14_000.0))
+    assert notes[1] == f"{said} the same on both sides, word for word."
+    assert ("f32" in " ".join(notes)) == (n_same < 3)
+    assert "near tie" not in " ".join(notes)
     assert max(map(len, notes)) <= 80
 
 

@@ -56,14 +56,16 @@ def comparison_notes(pooled: GroupRun, alone: GroupRun) -> list[str]:
     """What the comparison is, and whether both sides said the same."""
     answers = {agent.agent: agent.text for agent in alone.agents}
     n_same = sum(answers[agent.agent] == agent.text for agent in pooled.agents)
+    n_all = len(pooled.agents)
+    how_many = {n_all: f"All {n_all} answers are", 0: f"None of the {n_all} answers is", 1: f"1 of {n_all} answers is"}
     notes = [
         "Without pools: the same binary as a plain llama-server, its slots empty.",
-        f"{n_same} of {len(pooled.agents)} answers are the same on both sides, word for word.",
+        f"{how_many.get(n_same, f'{n_same} of {n_all} answers are')} the same on both sides, word for word.",
     ]
-    if n_same < len(pooled.agents):
+    if n_same < n_all:
         # Seen alike on a stock server, its own prompt cache against a full prefill: 1 of these 4 stays the same.
-        notes.append("The others part at a near tie: prompts cut into other batches round differently,")
-        notes.append("as they do with llama-server's own prompt cache.")
+        notes.append("A quantized model's sums depend on which cells a prompt lies in and on how it is")
+        notes.append("cut into batches; the tests compare answers exactly, on f32 models.")
     return notes
 
 
