@@ -100,6 +100,8 @@ class Database:
         self._model_id: int | None = None
         self._models: dict[str, int] = {}
         self._n_rows = self._sum = 0
+        self._path: Path | None = None
+        self._inode: tuple[int, int] | None = None
         self.unwritable: str | None = None
         """Why nothing could be written when it was opened."""
         self.left_out: list[PoolId] = []
@@ -126,12 +128,7 @@ class Database:
             db._build()
         finally:
             db.close()
-        new.rename(path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        move_into_place(new, path)
 
     @classmethod
     def open(cls, path: Path) -> "Database":
@@ -142,6 +139,7 @@ class Database:
         """
         try:
             db = cls(_connect(path))
+            db._path, db._inode = path, _inode(path)
             try:
                 db._verify()
                 try:
@@ -166,6 +164,26 @@ class Database:
     def checkpoint(self) -> None:
         """Write everything into the file itself, so that it is complete without its companions."""
         self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+
+    @property
+    def is_replaced(self) -> bool:
+        """Another file lies where this one was opened: what is written now, the next start would not see."""
+        return self._path is not None and _inode(self._path) not in (self._inode, None)
+
+    @property
+    def is_gone(self) -> bool:
+        """The file was deleted or moved away while it is open."""
+        return self._path is not None and _inode(self._path) is None
+
+    def copy_to(self, path: Path) -> None:
+        """Write all that is in it into a new file. Raises sqlite3.Error, OSError."""
+        path.unlink(missing_ok=True)
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
+        copy = _connect(path)
+        try:
+            self._db.backup(copy)
+        finally:
+            copy.close()
 
     def _build(self) -> None:
         run = self._db.execute
@@ -361,6 +379,16 @@ class Database:
         return [row[:n_columns] for row in rows]
 
 
+def move_into_place(new: Path, path: Path) -> None:
+    """Rename, so that it is on the disk."""
+    new.rename(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
 def _connect(path: Path) -> sqlite3.Connection:
     """A connection that is alone with the file: readers would need a second file beside it, and see prompts."""
     connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=rw", uri=True, isolation_level=None, timeout=1)
@@ -371,6 +399,15 @@ def _connect(path: Path) -> sqlite3.Connection:
         connection.close()
         raise
     return connection
+
+
+def _inode(path: Path) -> tuple[int, int] | None:
+    """None: nothing is there, or nobody can tell; who writes it anew is told why that fails."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _is_damage(error: sqlite3.Error) -> bool:

@@ -35,6 +35,7 @@ from polykv_proxy.store.database import (
     ParentMissing,
     Released,
     Used,
+    move_into_place,
 )
 from polykv_proxy.store.owed import Owed
 from polykv_proxy.store.rows import JournaledPool, PoolRow
@@ -162,8 +163,9 @@ class Journal:
         """Called by the heartbeat: write what is due and nobody waits for."""
         now_s = time.monotonic()
         due_s = OWED_EVERY_S if self._owed or self._failure is not None else USED_EVERY_S
-        if self._db is not None and now_s - self._looked_s >= due_s:
-            self._write_soon()
+        db = self._db
+        if db is not None and now_s - self._looked_s >= due_s:
+            self._write_soon(also_nothing=db.is_gone or db.is_replaced)
 
     @property
     def status(self) -> dict[str, Any]:
@@ -183,10 +185,12 @@ class Journal:
     async def _write(self, changes: Sequence[Change]) -> None:
         await asyncio.shield(self._enqueue(changes))
 
-    def _write_soon(self) -> None:
+    def _write_soon(self, *, also_nothing: bool = False) -> None:
         self._looked_s = time.monotonic()
         used, self._used = self._used, {}
-        if used or self._owed or self._failure is not None:  # what is owed goes out with whatever is written
+        if (
+            used or self._owed or self._failure is not None or also_nothing
+        ):  # what is owed goes out with whatever is written
             self._enqueue([Used(used)])
 
     def _enqueue(self, changes: Sequence[Change]) -> "asyncio.Future[None]":
@@ -325,6 +329,7 @@ class Journal:
         if self._db is None:
             raise JournalFailed("the journal is not open")
         try:
+            self._put_back()
             if fingerprint != self._db.fingerprint:  # a full disk is no reason not to use what is there
                 self._db.write([*first, Bound(fingerprint)])
             try:
@@ -373,10 +378,33 @@ class Journal:
         if self._db is None:
             return "it is closed"
         try:
+            self._put_back()
             self._db.write(changes)
-        except (sqlite3.Error, ParentMissing) as e:
+        except (sqlite3.Error, ParentMissing, Damaged, OSError) as e:
             return str(e)
         return None
+
+    def _put_back(self) -> None:
+        """See to it that what is written is what the next start finds: a file that was deleted is written anew.
+
+        Raises:  OSError, sqlite3.Error, Damaged
+        """
+        if self._db is None or self._file is None:
+            return
+        if self._db.is_replaced:
+            raise OSError(
+                f"another file lies at {self._file} since the proxy was started: move it away, and the pools of this "
+                "proxy are written anew, or start the proxy again to use that one"
+            )
+        if self._db.is_gone:
+            new = self._file.with_name(f"{self._file.name}.new")
+            self._db.copy_to(new)
+            for end in place.COMPANIONS:
+                self._file.with_name(self._file.name + end).unlink(missing_ok=True)
+            move_into_place(new, self._file)
+            self._db.close()  # before the new one is opened: it takes its own log away by name
+            self._db = Database.open(self._file)
+            log.warning("the journal %s was deleted while the proxy runs: written anew", self._file)
 
     def _checkpoint(self) -> None:
         try:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import resource
 import shutil
 import sqlite3
@@ -15,7 +16,7 @@ from polykv_proxy.errors import JournalFailed
 from polykv_proxy.ids import PoolId
 from polykv_proxy.store import Journal, PoolRow
 from polykv_proxy.store.database import Added, Change, Released
-from tests.store.make import MODEL, child, family, left, opened, read, root, rows
+from tests.store.make import MODEL, child, family, left, opened, put, read, root, rows
 
 KEPT = root(1, 7, 8, name="kept")
 
@@ -192,6 +193,56 @@ async def test_health_notices_by_itself_that_the_disk_works_again(path: Path, mo
         assert journal._writing is not None
         await journal._writing
         assert (journal.status["state"], journal.status["error"]) == ("ok", None)
+
+
+async def noticed(journal: Journal) -> None:
+    """The heartbeat comes by."""
+    journal.tick()
+    assert journal._writing is not None
+    await journal._writing
+
+
+async def test_a_journal_that_is_deleted_while_it_is_open_is_written_anew(
+    path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("polykv_proxy.store.journal.USED_EVERY_S", 0.0)
+    async with opened(path) as (journal, _):
+        await journal.bind(MODEL)
+        for pool in family():
+            await journal.pool_added(pool)
+        os.unlink(path)
+        await noticed(journal)
+        assert "was deleted while the proxy runs: written anew" in caplog.text
+        assert journal.status["state"] == "ok"
+        assert await killed(path) == rows(family())
+        os.unlink(path)
+        await journal.pool_added(root(6, 1))  # noticed by who writes as well
+        assert await killed(path) == rows([*family(), root(6, 1)])
+        assert os.stat(path).st_mode & 0o777 == 0o600
+    assert await left(path) == rows([*family(), root(6, 1)])
+
+
+async def test_a_journal_that_is_replaced_while_it_is_open_takes_nothing_more(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An answer would promise what the next start does not find."""
+    monkeypatch.setattr("polykv_proxy.store.journal.USED_EVERY_S", 0.0)
+    monkeypatch.setattr("polykv_proxy.store.journal.OWED_EVERY_S", 0.0)
+    put(tmp_path / "theirs", b"theirs")
+    async with opened(path) as (journal, _):
+        await journal.bind(MODEL)
+        await journal.pool_added(KEPT)
+        os.replace(tmp_path / "theirs", path)
+        await noticed(journal)
+        assert journal.status["state"] == "failing"
+        assert f"another file lies at {path}" in journal.status["error"]
+        with pytest.raises(JournalFailed, match="another file lies at"):
+            await journal.pool_added(root(2, 1))
+        assert read(path) == b"theirs"
+        os.rename(path, tmp_path / "theirs")
+        await noticed(journal)
+        assert journal.status["state"] == "ok"
+    assert await left(path) == rows([KEPT])
 
 
 async def test_owed_releases_do_not_come_back_with_their_model(path: Path) -> None:
