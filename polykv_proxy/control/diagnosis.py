@@ -93,6 +93,7 @@ def collect_facts(
         journal_saved_copy=journal["saved_copy"],
         n_pools_of_other_models=journal["pools_of_other_models"],
         warm_tier=WARM_TIER,
+        warm_settings=tuple(sorted(name for name in settings.model_fields_set if name.startswith("warm_"))),
     )
 
 

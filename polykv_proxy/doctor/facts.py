@@ -29,7 +29,7 @@ class Facts:
     ``owner``: another proxy that manages the engine's pools. ``n_idle_pools``, ``n_idle_cells``: resident pools that
     nobody uses, and their cells.
     ``hosts``: where the proxy listens. ``journal``: off = pools are forgotten when the proxy ends.
-    ``journal_saved_copy``: where a damaged one was put.
+    ``journal_saved_copy``: where a damaged one was put. ``warm_settings``: those of the warm tier that somebody set.
     Units:   *_cells cells of the cache; n_ctx_slot tokens; recurrent_bytes bytes of one sequence's state
     """
 
@@ -68,6 +68,7 @@ class Facts:
     journal_saved_copy: str | None = None
     n_pools_of_other_models: int | None = None
     warm_tier: bool | None = None
+    warm_settings: tuple[str, ...] = ()
 
 
 def is_loopback(host: str) -> bool:

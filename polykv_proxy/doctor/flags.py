@@ -3,6 +3,9 @@
 from polykv_proxy.doctor.facts import Facts, is_loopback
 from polykv_proxy.doctor.finding import Finding
 
+DEFAULT_CACHE_RAM_MIB = 8192
+"""llama-server's own."""
+
 LARGE_BATCH = 512
 """Tokens. A batch of so many is a second or two on a processor; orders and new tokens wait for its end."""
 
@@ -57,6 +60,8 @@ def cache_ram(facts: Facts) -> Finding | None:
     mib = facts.flags.cache_ram_mib
     if not mib:
         return None
+    if mib == DEFAULT_CACHE_RAM_MIB and facts.flags.cache_idle_slots is False:
+        return None  # as `polykvctl up` and compose.yaml start it: nobody chose it, and nobody has to change it
     return Finding(
         "cache_ram_unpooled_only",
         "info",

@@ -123,12 +123,13 @@ def pools_of_other_models(facts: Facts) -> Finding | None:
 
 
 def warm(facts: Facts) -> Finding | None:
-    if facts.warm_tier is not False:
+    if facts.warm_tier is not False or not facts.warm_settings:
         return None
     return Finding(
         "warm_unavailable",
         "info",
-        "there is no warm tier in this version",
-        "a pool that leaves the cache comes back by a prefill; POLYKV_WARM_* have no effect",
-        "nothing",
+        f"{', '.join(facts.warm_settings)} {'is' if len(facts.warm_settings) == 1 else 'are'} set, "
+        "and there is no warm tier in this version",
+        "a pool that leaves the cache comes back by a prefill, whatever these say",
+        "leave them out",
     )

@@ -27,7 +27,8 @@ def test_a_good_engine_is_one_line():
 
 
 def test_what_is_only_good_to_know_is_left_to_the_doctor():
-    assert len(said(flags=EngineFlagFacts(cache_ram_mib=8192, context_shift=True, n_lora=1), warm_tier=False)) == 1
+    flags = EngineFlagFacts(cache_ram_mib=4096, context_shift=True, n_lora=1)
+    assert len(said(flags=flags, warm_tier=False, warm_settings=("warm_ram_bytes",))) == 1
 
 
 def test_a_sliding_window_without_full_cache_names_the_flag():

@@ -17,7 +17,7 @@ async def findings(plane: Plane) -> dict[str, str]:
     return {finding["id"]: finding["severity"] for finding in body["findings"]}
 
 
-ALWAYS = {"journal_in_memory": "warning", "warm_unavailable": "info"}
+ALWAYS = {"journal_in_memory": "warning"}
 """The planes of these tests keep nothing."""
 
 
@@ -59,6 +59,14 @@ async def test_pools_that_nobody_uses_are_told_by_what_they_hold():
         assert (await findings(plane))["idle_pools_tax"] == "warning"
         await plane.call("DELETE", f"/polykv/pools/{made['pool_id']}")
         assert "idle_pools_tax" not in await findings(plane)
+
+
+async def test_a_setting_of_the_warm_tier_is_told_as_long_as_there_is_none(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("POLYKV_WARM_RAM_BYTES", str(1 << 30))
+    async with FakeEngine() as engine, planes(engine) as plane:
+        _, body = await plane.call("GET", "/polykv/doctor")
+        [told] = [finding for finding in body["findings"] if finding["id"] == "warm_unavailable"]
+        assert told["what"] == "warm_ram_bytes is set, and there is no warm tier in this version"
 
 
 async def test_keys_and_addresses():

@@ -88,7 +88,9 @@ CASES = [
     ("batch_large", "warning", {"flags": {"n_batch": 2048}}),
     ("prefill_quota_off", "warning", {"flags": {"prefill_quota": 0}}),
     ("idle_slots_cleared", "warning", {"flags": {"cache_idle_slots": True}}),
-    ("cache_ram_unpooled_only", "info", {"flags": {"cache_ram_mib": 8192}}),
+    ("cache_ram_unpooled_only", "info", {"flags": {"cache_ram_mib": 4096}}),
+    ("cache_ram_unpooled_only", "info", {"flags": {"cache_ram_mib": -1}}),
+    ("cache_ram_unpooled_only", "info", {"flags": {"cache_ram_mib": 8192, "cache_idle_slots": None}}),
     ("context_shift_not_for_pools", "info", {"flags": {"context_shift": True}}),
     ("cache_reuse_not_for_pools", "info", {"flags": {"cache_reuse": 256}}),
     ("adapters_bind_pools", "info", {"flags": {"n_lora": 2}}),
@@ -105,7 +107,7 @@ CASES = [
     ("journal_not_written", "error", {"journal": "failing"}),
     ("journal_was_damaged", "warning", {"journal_saved_copy": "/state/pools.db.damaged"}),
     ("pools_of_other_models", "info", {"n_pools_of_other_models": 3}),
-    ("warm_unavailable", "info", {"warm_tier": False}),
+    ("warm_unavailable", "info", {"warm_tier": False, "warm_settings": ("warm_ram_bytes",)}),
 ]
 
 
@@ -130,6 +132,9 @@ def test_a_small_context_on_a_split_cache():
         {"n_idle_cells": 3000, "kv_unified": False, "recurrent": True, "cells_total": 0},
         {"flags": {"n_batch": 512}},
         {"n_pools": 16, "n_live_sessions": 4},
+        {"warm_tier": False},
+        {"warm_settings": ("warm_ram_bytes",)},
+        {"flags": {"cache_ram_mib": 8192}},
     ],
 )
 def test_no_finding_at_the_edge(changed: dict[str, Any]):

@@ -14,7 +14,7 @@ from .pooled_client import Client, client_of
 
 pytestmark = pytest.mark.engine
 
-KEPT_NOTHING = {"journal_in_memory": "warning", "warm_unavailable": "info"}
+KEPT_NOTHING = {"journal_in_memory": "warning"}
 """These stacks keep their pools in memory."""
 
 
@@ -33,7 +33,7 @@ def log_of(client: Client) -> str:
 
 def test_up_as_it_comes(chat_model: Path, tmp_path: Path, noise: Noise) -> None:
     with client_of(chat_model, tmp_path, noise) as client:
-        assert examined(client.stack.url) == (0, KEPT_NOTHING | {"cache_ram_unpooled_only": "info"})
+        assert examined(client.stack.url) == (0, KEPT_NOTHING)
 
 
 def test_everything_that_costs(chat_model: Path, tmp_path: Path, noise: Noise) -> None:
