@@ -70,7 +70,7 @@ def draw_tree(view: Mapping[str, Any]) -> "FittedTable":
 
 
 def list_table(view: Mapping[str, Any]) -> "FittedTable":
-    """One line per pool, for searching with the eye and with grep."""
+    """One line per pool, more only where the last column has to wrap; for the eye and for grep."""
     from polykv_proxy.cli.fitting import FittedTable, Label, Row
 
     rows = []

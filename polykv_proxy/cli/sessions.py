@@ -21,7 +21,7 @@ from polykv_proxy.cli.output import (
 )
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from polykv_proxy.cli.fitting import FittedTable
 
 app = typer.Typer(help="Sessions: who is attached where. Without a command: all of them.", invoke_without_command=True)
 
@@ -90,25 +90,22 @@ def _path(session: str) -> str:
     return f"/polykv/sessions/{quote(session, safe='')}"
 
 
-def _table(sessions: list[dict[str, Any]]) -> "Table":
-    from rich.table import Table
+def _table(sessions: list[dict[str, Any]]) -> "FittedTable":
     from rich.text import Text
 
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bright_black")
-    table.add_column("session", no_wrap=True, overflow="ellipsis", min_width=12)
-    for heading in ("pool", "slot", "prefix", "own", "KV", "tok/s"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("state", no_wrap=True)
+    from polykv_proxy.cli.fitting import FittedTable, Label, Row
+
+    rows = []
     for session in sorted(sessions, key=lambda session: str(session["session_id"])):
-        tps = session["tps_ewma"]
-        table.add_row(
-            Text(plain(session["session_id"])),
+        name, tps = plain(session["session_id"]), session["tps_ewma"]
+        numbers = (
             "" if session["pool_id"] is None else str(session["pool_id"]),
             "" if session["slot_id"] is None else str(session["slot_id"]),
             "" if session["prefix_n_tokens"] is None else count(session["prefix_n_tokens"]),
             "" if session["suffix_n_tokens"] is None else count(session["suffix_n_tokens"]),
             "" if session["marginal_kv_bytes"] is None else human_bytes(session["marginal_kv_bytes"]),
             "" if tps is None else f"{tps:.1f}",
-            session["state"],
         )
-    return table
+        rows.append(Row(Label("", name, short=name, least=name[:12]), numbers, Text(session["state"])))
+    headings = ("session", "pool", "slot", "prefix", "own", "KV", "tok/s", "state")
+    return FittedTable(headings, rows, label_at=0, label_keeps=12)

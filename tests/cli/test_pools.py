@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from polykv_proxy.cli import app as polykvctl
 from polykv_proxy.cli.pools import app
 from polykv_proxy.ids import SessionId
 from polykv_proxy.tree.view import SessionFacts
@@ -126,6 +127,15 @@ def test_list_cuts_long_names_and_no_number(server: ContractServer, monkeypatch:
         "pinned",
         "4 3 1290 1291 1 0 B 0/0 0 cold",
     ]
+
+
+def test_sessions_cut_long_ids_and_no_number(server: ContractServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = {"prefix_n_tokens": 131072, "suffix_n_tokens": 4321, "marginal_kv_bytes": 199111680, "tps_ewma": 48.06}
+    session = {"session_id": LONG, "pool_id": 7, "slot_id": 3, "state": "generating", **facts}
+    server.answer_next = (200, json.dumps({"sessions": [session]}).encode(), {})
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = runner.invoke(polykvctl, ["sessions", "--url", server.url]).stdout.splitlines()
+    assert lines[1:] == ["team:coding-agent.instructions-…    7    3 131,072 4,321 199 MB  48.1 generating"]
 
 
 @pytest.mark.parametrize("command", ["tree", "ls"])
@@ -346,7 +356,7 @@ def test_proxy_from_the_environment_is_not_used_for_loopback(
 def test_installed_command_ends_with_the_same_statuses(server: ContractServer) -> None:
     """Once through ``polykvctl`` itself: its own error handling must not change ours."""
 
-    def polykvctl(*args: str) -> subprocess.CompletedProcess[str]:
+    def ended(*args: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, "-m", "polykv_proxy.cli", "pools", *args],
             env=os.environ | {"POLYKV_URL": server.url},
@@ -356,7 +366,7 @@ def test_installed_command_ends_with_the_same_statuses(server: ContractServer) -
             timeout=60,
         )
 
-    assert (polykvctl("ls", "--json").returncode, polykvctl("show", "7").returncode) == (0, 1)
-    unreachable = polykvctl("ls", "--url", "http://127.0.0.1:1")
+    assert (ended("ls", "--json").returncode, ended("show", "7").returncode) == (0, 1)
+    unreachable = ended("ls", "--url", "http://127.0.0.1:1")
     assert (unreachable.returncode, len(unreachable.stderr.splitlines())) == (3, 1)
-    assert (polykvctl("ls", "--wrong").returncode, polykvctl("create").returncode) == (2, 2)
+    assert (ended("ls", "--wrong").returncode, ended("create").returncode) == (2, 2)
