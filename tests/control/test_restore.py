@@ -76,6 +76,35 @@ async def test_a_killed_proxy_comes_back_with_its_tree_and_adopts_its_sequences(
             await plane.refused(409, "name_taken", "POST", "/polykv/pools", {"tokens": [1], "name": "a"})
 
 
+async def test_cells_add_up_after_a_kill_whatever_was_shared_with_whom(engine, state, tmp_path):
+    """Nothing of the order in which things were made and went is in the journal: the engine tells what is shared."""
+    async with planes(engine, state=state) as first:
+        await first.create(prompt="A" * SHORT, name="a")
+        await first.fork("a", prompt="A" * 30 + "B" * 20, name="b")
+        await first.create(prompt="G" * SHORT, name="gone")
+        gone = first.control.tree.get("gone")
+        shared = next(seq for seq in engine.ready_pools() if seq.seq == gone.seq_id)
+        for slot in engine.slots[:2]:  # both go on with the cells of a pool that nobody knows any more
+            slot.share_from(shared, SHORT)
+            engine.cache.append(slot, [1, 2, 3, slot.id])
+            slot.pool_seq, slot.pool_gen, slot.n_pool_shared = shared.seq, shared.gen, SHORT
+        assert (await first.call("DELETE", "/polykv/pools/gone"))[0] == 200
+        # b keeps its cells of a, and a is made anew: what the tree shares is there twice.
+        a = first.control.tree.get("a")
+        made = next(seq for seq in engine.ready_pools() if seq.seq == a.seq_id)
+        tokens = list(made.tokens)
+        made.cut(0)
+        engine.cache.append(made, tokens)
+        used = engine.cache.used()
+        async with after_a_kill(first, state, tmp_path) as plane:
+            assert len(engine.ready_pools()) == 2
+            _, view = await plane.call("GET", "/polykv/pools")
+    own = {pool["name"]: pool["own_kv_cells"] for pool in view["pools"]}
+    assert own == {"a": SHORT + 30, "b": 20}
+    assert view["unpooled"]["kv_cells"] == used - sum(own.values())
+    assert used == SHORT + 30 + 20 + SHORT + 2 * 4
+
+
 async def test_the_last_use_of_a_pool_is_kept(engine, state):
     async with planes(engine, state=state, heartbeat_s=3600) as plane:
         await plane.create(prompt="A" * SHORT, name="a")
