@@ -16,7 +16,7 @@ from .conftest import SMALL, Launcher
 from .divergence import Distribution
 from .hooks import Engine, Refused, Running
 from .noise import Noise
-from .pictures import CHAT, QUESTION, Json, chat, seeing, text_of
+from .pictures import CHAT, QUESTION, Json, chat, picture, seeing, text_of
 from .tiny_models import IMAGE_N_TOKENS, write_tiny_projector
 
 pytestmark = pytest.mark.engine
@@ -264,3 +264,18 @@ def test_image_that_takes_the_last_cells_stops_one_at_most(launch: Launcher, pro
         assert ends[1]["content"] == quiet or not whole[1]
         assert reply.status_code in (200, 503)
     assert n_stopped > 0, "the cells must have become scarce"
+
+
+def test_a_prompt_that_ends_in_a_picture_is_refused_and_nobody_else_notices(pair: Pair, noise: Noise) -> None:
+    """Nothing would be left to sample from: llama-server aborts when its turn comes, and takes everybody with it."""
+    engine = pair.engine
+    marker = engine.get("/props")["media_marker"]
+    seen = {"multimodal_data": [picture(1).partition(",")[2]], "prompt_string": f"{QUESTION}{marker}"}
+    with Running(engine, noise(40, 20), 200) as beside:
+        for prompt in (seen, [seen, "and text"]):
+            with pytest.raises(Refused) as refused:
+                engine.post("/completion", {"prompt": prompt, "n_predict": 4})
+            assert refused.value.response.status_code == 400
+            assert "must not end in media" in refused.value.response.json()["error"]["message"]
+        assert engine.post("/completion", {"prompt": seen | {"prompt_string": f"{marker}{QUESTION}"}, "n_predict": 4})
+    assert beside.finished()["tokens_predicted"] == 200
