@@ -87,7 +87,8 @@ def test_pools_change_no_request_that_names_none(launch: Launcher, noise: Noise)
 def reply(engine: Engine, name: str) -> Any:
     """One reply without what is volatile: status, then the body's JSON or the stream's lines."""
     path, body = POST_REQUESTS[name]
-    response = engine.http.post(path, json=body | GREEDY)
+    # llama-server says keep-alive and closes after a stream: a connection for each.
+    response = engine.http.post(path, json=body | GREEDY, headers={"connection": "close"})
     if "text/event-stream" not in response.headers["content-type"]:
         return response.status_code, steady(response.json())
     lines = [line.removeprefix("data: ") for line in response.text.splitlines()]
