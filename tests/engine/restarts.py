@@ -21,22 +21,31 @@ GREEDY: Json = {"temperature": 0, "ignore_eos": True, "n_predict": 6}
 START_WITHIN_S = 60
 
 
+def clean_env() -> dict[str, str]:
+    """The environment without settings of the product."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("POLYKV_")}
+
+
 class ProxyProcess:
     """``polykvctl serve`` with a journal, on one port for all its lives."""
 
     def __init__(self, upstream: str, state: Path, log: Path) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self._command = [sys.executable, "-m", "polykv_proxy.cli", "serve", "--json", "--upstream", upstream]
-        self._command += ["--port", str(self.port), "--state", str(state)]
+        self.command = [sys.executable, "-m", "polykv_proxy.cli", "serve", "--json", "--upstream", upstream]
+        self.command += ["--port", str(self.port), "--state", str(state)]
         self._log = log
         self._process: subprocess.Popen[str] | None = None
 
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
     def start(self) -> None:
-        kept = {name: value for name, value in os.environ.items() if not name.startswith("POLYKV_")}
         with self._log.open("a") as log:
             self._process = subprocess.Popen(
-                self._command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, text=True, env=kept
+                self.command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, text=True, env=clean_env()
             )
         assert self._process.stdout is not None
         assert self._process.stdout.readline(), f"the proxy did not start\n{self._log.read_text()[-4000:]}"
