@@ -198,6 +198,17 @@ class KvExhaustedForRequest(KvExhausted):
     status = 503
 
 
+class SavedBudget(CapacityError):
+    """No room for one more saved state. ``need``, ``free``: bytes of the budget, None when the disk itself failed."""
+
+    status = 507
+    code = "saved_budget"
+
+    def __init__(self, message: str, *, need: int | None = None, free: int | None = None):
+        super().__init__(message, need=need, free=free)
+        self.need, self.free = need, free
+
+
 class Draining(CapacityError):
     code = "draining"
 
@@ -256,6 +267,30 @@ class UpstreamRestarted(UpstreamError):
 
 class SequenceGone(UpstreamRestarted):
     """The pool or parent that a hook named is not there any more: control materializes it again."""
+
+
+class SavedGone(UpstreamError):
+    """Nothing usable is saved under this tag: never saved, forgotten, or its file was missing, torn or damaged."""
+
+    status = 410
+    code = "saved_gone"
+
+
+class SavingRefused(UpstreamError):
+    """A state cannot be saved or loaded like this now, or never: the message says which. Nothing was changed.
+
+    A busy slot, a sequence in use, lost cells, other adapters, another model, build or cache layout.
+    """
+
+    status = 409
+    code = "saving_refused"
+
+
+class SavingUnsupported(UpstreamError):
+    """This engine does not save such states: too old, a split cache, media, a recurrent state, no memory or disk."""
+
+    status = 501
+    code = "saving_unsupported"
 
 
 class EngineOwned(UpstreamError):

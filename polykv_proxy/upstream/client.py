@@ -12,7 +12,8 @@ just being closed could neither be repeated nor honestly be called failed.
 
 import asyncio
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable
-from typing import Any, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
+from urllib.parse import quote
 
 import aiohttp
 import orjson
@@ -20,10 +21,20 @@ from pydantic import BaseModel, ValidationError
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_exponential
 from yarl import URL
 
-from polykv_proxy.errors import ConnectFailed, PromptTooLarge, UpstreamError, UpstreamUnavailable
+from polykv_proxy.errors import ConnectFailed, PromptTooLarge, SavedGone, UpstreamError, UpstreamUnavailable
 from polykv_proxy.upstream.errors import FOREIGN, map_client_error, map_hook_answer
 from polykv_proxy.upstream.headers import forwardable, returnable
-from polykv_proxy.upstream.wire import CellMap, Freed, Materialized, PoolList, Rendered, Stats, Tokens
+from polykv_proxy.upstream.wire import (
+    CellMap,
+    Freed,
+    LoadedSlot,
+    Materialized,
+    PoolList,
+    Rendered,
+    Saved,
+    Stats,
+    Tokens,
+)
 
 HOOKS = "/polykv/engine"
 KEEPALIVE_S = 2.0
@@ -31,6 +42,8 @@ CONNECT_S = 5.0
 READ_S = 5.0
 RENDER_S = 30.0
 MUTATE_S = 120.0
+STATE_S = 600.0
+"""A state may be gigabytes, and its file is written and read with the lowest priority."""
 
 COUNTS = {
     "/chat/completions": "/v1/chat/completions/input_tokens",
@@ -284,6 +297,61 @@ class EngineClient:
         Raises:  SequenceGone
         """
         return _parse(Freed, await self._hook("DELETE", f"/pools/{seq}", None, "free", MUTATE_S), "free")
+
+    async def save(
+        self,
+        *,
+        seq: int = -1,
+        id_slot: int = -1,
+        start: int = 0,
+        n_tokens: int = -1,
+        tag: str,
+        to: Literal["ram", "disk", "both"] = "ram",
+    ) -> Saved:
+        """Copy ``[start, n_tokens)`` (-1 = all) of a pool sequence or a slot out of the cache; the source stays.
+
+        Either ``seq`` or ``id_slot``, which may be decoding. The same tag is overwritten. ``both``: when the disk fails
+        the copy in memory stays, and the answer says so in ``disk_error``.
+
+        When the connection breaks the state may be saved all the same: list and look for the tag.
+
+        Raises:  SavedBudget, SavingRefused, SavingUnsupported, SequenceGone
+        """
+        op: dict[str, Any] = {"op": "save", "from": start, "n_tokens": n_tokens, "tag": tag, "to": to}
+        op |= {"seq": seq} if seq >= 0 else {"id_slot": id_slot}
+        return _parse(Saved, await self._hook("POST", "/pools", orjson.dumps(op), "save", STATE_S), op["op"])
+
+    async def load_pool(self, tag: str, *, parent_seq: int = -1, start: int = -1, seq: int = -1) -> Materialized:
+        """Bring a saved state into a free pool sequence, behind ``[0, start)`` of the parent's. No prefill.
+
+        ``parent_seq``: any ready pool with these tokens; needed when the state does not start at 0. ``start``: where it
+        is believed to start, -1 = wherever. Nothing makes room for it.
+
+        When the connection breaks the engine may have loaded it: list and look for the tag.
+
+        Raises:  SavedGone; SequenceGone when the parent is not there, PrefixMismatch when it is another one;
+                 KvExhausted, SeqIdsExhausted, SavingRefused, SavingUnsupported, RequestError
+        """
+        op = {"op": "load", "tag": tag, "seq": seq, "parent_seq": parent_seq, "branch_pos": start}
+        return _parse(Materialized, await self._hook("POST", "/pools", orjson.dumps(op), "load", STATE_S), op["op"])
+
+    async def load_slot(self, tag: str, *, id_slot: int, parent_seq: int = -1, start: int = -1) -> LoadedSlot:
+        """Bring a saved state into an idle slot instead, in place of what that held. Otherwise as ``load_pool``.
+
+        Raises:  as ``load_pool``; SavingRefused when the slot is busy
+        """
+        op = {"op": "load", "tag": tag, "id_slot": id_slot, "parent_seq": parent_seq, "branch_pos": start}
+        return _parse(LoadedSlot, await self._hook("POST", "/pools", orjson.dumps(op), "load", STATE_S), op["op"])
+
+    async def forget_saved(self, tag: str) -> None:
+        """Forget what is saved under this tag, in memory and on disk. No error when there is nothing.
+
+        Raises:  SavingUnsupported
+        """
+        try:
+            await self._hook("DELETE", f"/saved/{quote(tag, safe='')}", None, "forget", MUTATE_S)
+        except SavedGone:
+            return
 
     async def cells(self) -> CellMap:
         """Ask which cells each pool and slot holds. Waits for the end of a batch."""

@@ -20,6 +20,10 @@ from polykv_proxy.errors import (
     PolyKVError,
     PrefixMismatch,
     RequestError,
+    SavedBudget,
+    SavedGone,
+    SavingRefused,
+    SavingUnsupported,
     SeqIdsExhausted,
     SequenceGone,
     SessionNotResident,
@@ -67,12 +71,20 @@ def _in_short(exc: BaseException) -> str:
     return type(exc).__name__
 
 
+SAVING = ("save", "load", "forget")
+"""The hooks of saved states: newer than the others, so an engine that has those may lack these."""
+
+_BUILD = "build it with `polykvctl engine build`"
+
+
 def map_hook_answer(status: int, body: Any, op: str) -> PolyKVError:
     """Turn an error answer of a hook into ours. ``op``: the hook's name."""
     error = body.get("error") if isinstance(body, dict) else None
     error = error if isinstance(error, dict) else {}
     ours = error.get("type") == "polykv_error"
     message = str(error.get("message") or f"status {status}")
+    if op in SAVING and (mapped := _map_saving(status, error, message, op)) is not None:
+        return mapped
     if status == 404:
         return EngineUnpatched(
             "this llama-server has no PolyKV hooks: build it with `polykvctl engine build` and start it with "
@@ -113,3 +125,23 @@ def map_hook_answer(status: int, body: Any, op: str) -> PolyKVError:
         missing = need - free if isinstance(need, int) and isinstance(free, int) else None
         return KvExhausted(message, cells_missing=missing)
     return EngineRefused(f"{op}: {message}", engine_status=status)
+
+
+def _map_saving(status: int, error: dict[str, Any], message: str, op: str) -> PolyKVError | None:
+    """What means something else here than of the other hooks; None = the same."""
+    if status == 404 or (status == 400 and message.startswith('"op" must be')):
+        return SavingUnsupported(f"this llama-server cannot save states of pools and sessions: {_BUILD}")
+    if status == 501:
+        return SavingUnsupported(f"{op}: {message}")
+    if status == 410 and op == "load" and "parent pool" not in message:
+        return SavedGone(f"{message}: prefill it again")
+    if status == 410 and op == "forget":
+        return SavedGone(message)
+    if status == 507 and op == "save":
+        need, free = error.get("need"), error.get("free")
+        if isinstance(need, int) and isinstance(free, int):
+            return SavedBudget(f"{message}: forget other saved states, or raise the budget", need=need, free=free)
+        return SavedBudget(f"{message}: make room on the disk of --polykv-save-path")
+    if status == 409 and not isinstance(error.get("divergence_pos"), int) and not isinstance(error.get("owner"), str):
+        return SavingRefused(f"{op}: {message}")
+    return None

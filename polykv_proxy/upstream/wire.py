@@ -6,9 +6,9 @@ nowhere later. ``epoch`` names one start of one engine: every sequence number on
 
 from array import array
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 if TYPE_CHECKING:
     Tokens = array[int]
@@ -99,6 +99,26 @@ class EngineFlags(_Wire):
     has_media: bool | None = None
 
 
+class SavedRam(_Wire):
+    """Memory for saved states, in bytes. ``n_bytes_max`` 0: none."""
+
+    n_bytes: int = Field(0, alias="bytes")
+    n_bytes_max: int = Field(0, alias="max")
+
+
+class SavedDisk(SavedRam):
+    """Disk for saved states, in bytes. ``why_off``: why there is none."""
+
+    why_off: str = ""
+
+
+class SavedUsage(_Wire):
+    """What the engine has for saved states. All zero: an engine that cannot save any, or is asleep."""
+
+    ram: SavedRam = SavedRam()
+    disk: SavedDisk = SavedDisk()
+
+
 class Stats(_Wire):
     """``share``: ``ok``, or the reason why this model and layout cannot share. Asleep, little else is known."""
 
@@ -118,6 +138,7 @@ class Stats(_Wire):
     max_pools: int = 0
     n_deferred: int = 0
     cells: Cells | None = None
+    saved: SavedUsage = SavedUsage()
     n_decoded_cum: int = 0
     n_prompt_cum: int = 0
     service: ServiceStats = ServiceStats()
@@ -139,11 +160,65 @@ class PoolSequence(_Wire):
     """False: made with other adapter scales than the engine's present ones; nobody can attach any more."""
 
 
+def _as_places(value: Any) -> Any:
+    """The list names one place, the answer to a save all of them."""
+    return (value,) if isinstance(value, str) else value
+
+
+class SavedState(_Wire):
+    """The range ``[start, n_tokens)`` of a sequence, kept outside the cache. Behind others' ``[0, start)`` it is whole.
+
+    ``tokens_hash`` is that of ``[0, n_tokens)``, ``n_bytes`` the size of one copy. Not ``usable``: a file of another
+    model, build or cache layout; the engine removes it when it needs the room.
+    """
+
+    tag: str
+    start: int = Field(0, alias="from")
+    n_tokens: int = 0
+    tokens_hash: str = ""
+    n_ckpt: int = 0
+    n_bytes: int = Field(0, alias="bytes")
+    places: Annotated[tuple[Literal["ram", "disk"], ...], BeforeValidator(_as_places)] = Field((), alias="in")
+    usable: bool = True
+
+
+class DiskError(_Wire):
+    """Why a state is in memory only, not on disk as well. ``need``, ``free``: bytes, when it was the budget."""
+
+    code: int
+    message: str = ""
+    need: int | None = None
+    free: int | None = None
+
+
+class Saved(SavedState):
+    """The answer to a save. ``t_copy_ms``: how long the cache was held for it."""
+
+    disk_error: DiskError | None = None
+    cells: Cells | None = None
+    t_copy_ms: float | None = None
+    t_write_ms: float | None = None
+    t_ms: float | None = None
+
+
+def _merged(given: tuple[SavedState, ...]) -> tuple[SavedState, ...]:
+    """The same state in memory and in a file is one. Other content under its tag, or a foreign file, stays apart."""
+    found: dict[tuple[Any, ...], SavedState] = {}
+    for state in given:
+        key = (state.tag, state.start, state.n_tokens, state.tokens_hash, state.usable)
+        same = found.get(key)
+        found[key] = state if same is None else same.model_copy(update={"places": (*same.places, *state.places)})
+    return tuple(found.values())
+
+
 class PoolList(_Wire):
+    """``saved``: those in memory first. Asleep, none of it is known: what was saved may still be there."""
+
     epoch: str = ""
     sleeping: bool = False
     cells: Cells | None = None
     pools: tuple[PoolSequence, ...] = ()
+    saved: Annotated[tuple[SavedState, ...], AfterValidator(_merged)] = ()
 
 
 class SequenceCells(_Wire):
@@ -177,8 +252,23 @@ class Materialized(_Wire):
     branch_pos: int = 0
     n_cached: int = 0
     n_processed: int = 0
+    cells: Cells | None = Field(None, description="Only of one that was loaded.")
     t_ms: float | None = None
     tokens: tuple[int, ...] | None = Field(None, description="Only of a snapshot that asked for them.")
+
+
+class LoadedSlot(_Wire):
+    """A slot that holds a saved state again: ``[0, branch_pos)`` shared with its parent pool, the rest its own."""
+
+    id_slot: int
+    tag: str = ""
+    n_tokens: int
+    tokens_hash: str
+    parent_seq: int = -1
+    branch_pos: int = 0
+    n_pool_shared: int = 0
+    cells: Cells | None = None
+    t_ms: float | None = None
 
 
 class Freed(_Wire):

@@ -132,6 +132,104 @@ def test_every_answer_of_a_hook_is_mapped(status, error, ours):
         assert mapped.divergence_pos == 3
 
 
+UNKNOWN_OP = '"op" must be "materialize", "snapshot" or "cells"'
+
+
+@pytest.mark.parametrize(
+    ("op", "status", "error", "ours"),
+    [
+        ("save", 400, {"type": "polykv_error", "message": UNKNOWN_OP}, errors.SavingUnsupported),
+        ("load", 400, {"type": "polykv_error", "message": UNKNOWN_OP}, errors.SavingUnsupported),
+        ("save", 400, {"type": "polykv_error", "message": '"tag" must name what is saved'}, errors.RequestError),
+        ("save", 404, {"message": "File Not Found"}, errors.SavingUnsupported),
+        ("forget", 404, {"message": "File Not Found"}, errors.SavingUnsupported),
+        ("save", 501, {"type": "polykv_error", "message": "no unified cache"}, errors.SavingUnsupported),
+        ("save", 409, {"type": "polykv_error", "message": "[0, 9) is not in", "n_tokens": 8}, errors.SavingRefused),
+        ("load", 409, {"type": "polykv_error", "message": "slot 1 is busy"}, errors.SavingRefused),
+        ("load", 409, {"type": "polykv_error", "divergence_pos": 3}, errors.PrefixMismatch),
+        ("save", 409, {"type": "polykv_error", "owner": "other", "ttl_ms": 5}, errors.EngineOwned),
+        ("save", 410, {"type": "polykv_error", "message": "there is no pool in sequence 6"}, errors.SequenceGone),
+        (
+            "load",
+            410,
+            {"type": "polykv_error", "message": "there is no parent pool in sequence 6"},
+            errors.SequenceGone,
+        ),
+        ("load", 410, {"type": "polykv_error", "message": "nothing is saved under 'a'"}, errors.SavedGone),
+        ("load", 410, {"type": "polykv_error", "message": "the file of 'a' ends too early"}, errors.SavedGone),
+        ("load", 503, {"type": "polykv_error", "message": "no free pool sequence"}, errors.SeqIdsExhausted),
+        ("save", 503, {"type": "unavailable_error", "message": "Loading model"}, errors.UpstreamLoading),
+        ("load", 507, {"type": "polykv_error", "need": 10, "free": 3}, errors.KvExhausted),
+        ("save", 507, {"type": "polykv_error", "need": 10, "free": 3}, errors.SavedBudget),
+    ],
+)
+def test_answers_about_saved_states_are_mapped(op, status, error, ours):
+    mapped = map_hook_answer(status, {"error": error}, op)
+    assert type(mapped) is ours
+    if ours is errors.SavedBudget:
+        assert (mapped.need, mapped.free, mapped.status) == (10, 3, 507)
+
+
+def test_a_disk_that_failed_has_no_numbers():
+    error = {"type": "polykv_error", "message": "cannot write /full/x.state: No space left on device"}
+    mapped = map_hook_answer(507, {"error": error}, "save")
+    assert (type(mapped), mapped.need, mapped.free) == (errors.SavedBudget, None, None)
+    assert "No space left on device" in mapped.message
+
+
+def listed_state(**fields):
+    state = {"tag": "a", "from": 2, "n_tokens": 9, "tokens_hash": "ab", "n_ckpt": 0, "bytes": 70, "in": "ram"}
+    return state | {"usable": True} | fields
+
+
+async def test_what_is_saved_in_memory_and_on_disk_is_one_state(client, engine):
+    saved = [
+        listed_state(),
+        listed_state(tag="b", n_tokens=3),
+        listed_state(**{"in": "disk", "bytes": 90}),
+        listed_state(**{"in": "disk", "bytes": 90, "usable": False}),
+        listed_state(tag="b", n_tokens=8, **{"in": "disk"}),
+    ]
+    engine.on("list", "reply", reply(200, {"epoch": "e", "pools": [], "saved": saved}))
+    found = (await client.list_pools()).saved
+    assert [(s.tag, s.n_tokens, s.places, s.usable) for s in found] == [
+        ("a", 9, ("ram", "disk"), True),
+        ("b", 3, ("ram",), True),
+        ("a", 9, ("disk",), False),
+        ("b", 8, ("disk",), True),
+    ]
+    assert (found[0].start, found[0].tokens_hash, found[0].n_bytes) == (2, "ab", 70)
+
+
+async def test_budgets_of_saved_states(client, engine):
+    off = "the server was started without --polykv-save-disk"
+    saved = {"ram": {"bytes": 5, "max": 100}, "disk": {"bytes": 0, "max": 0, "why_off": off}}
+    cells = {"used": 10, "total": 100, "free": 90, "hi": 42, "n_stream": 1}
+    engine.on("stats", "reply", reply(200, {"epoch": "e", "saved": saved, "cells": cells}))
+    stats = await client.stats()
+    assert (stats.saved.ram.n_bytes, stats.saved.ram.n_bytes_max, stats.cells.hi) == (5, 100, 42)
+    assert (stats.saved.disk.n_bytes_max, stats.saved.disk.why_off) == (0, off)
+
+
+async def test_an_engine_that_never_heard_of_saved_states(client, engine):
+    """Its list and stats do not mention them, and the operations are unknown to it."""
+    engine.on("list", "reply", reply(200, {"epoch": "e", "pools": []}))
+    engine.on("stats", "reply", reply(200, {"epoch": "e"}))
+    assert (await client.list_pools()).saved == ()
+    saved = (await client.stats()).saved
+    assert (saved.ram.n_bytes_max, saved.disk.n_bytes_max) == (0, 0)
+    unknown = {"error": {"code": 400, "message": UNKNOWN_OP, "type": "polykv_error"}}
+    for op in ("save", "load"):
+        engine.on(op, "request", reply(400, unknown), times=2 if op == "load" else 1)
+    for call in (
+        client.save(seq=5, tag="a"),
+        client.load_pool("a"),
+        client.load_slot("a", id_slot=0),
+    ):
+        with pytest.raises(errors.SavingUnsupported):
+            await call
+
+
 @pytest.mark.parametrize("body", [None, [], {}, {"error": "text"}, {"error": {"code": "x"}}, "x"])
 def test_strange_error_bodies_still_give_an_error_of_ours(body):
     assert isinstance(map_hook_answer(507, body, "x"), errors.KvExhausted)
