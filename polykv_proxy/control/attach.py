@@ -201,6 +201,8 @@ class Attacher:
         pool = self._tree.find(plan.pool_id)
         if pool is not None:
             pool.n_queries += 1
+            pool.n_query_tokens += (outcome.cache_n or 0) + (outcome.prompt_n or 0)
+            pool.n_hit_tokens += min(_got(outcome), plan.prefix_n_tokens)
             pool.last_access_s = self._clock()
         if not _is_told(outcome):
             return plan.miss_reason

@@ -21,6 +21,7 @@ from polykv_proxy.control.keeping import Keeping
 from polykv_proxy.control.lease import TTL_S, Lease
 from polykv_proxy.control.orders import AttachPlan, AttachRequest, CreatePool, ForkPool, Outcome
 from polykv_proxy.control.pools import PoolWork
+from polykv_proxy.control.readings import Readings, take_readings
 from polykv_proxy.control.residency import Residency
 from polykv_proxy.control.restore import Restorer
 from polykv_proxy.control.retention import Retention
@@ -213,6 +214,10 @@ class Control:
     async def refresh(self) -> Stats | None:
         """Fresh stats of the engine; None when it has no hooks. Raises UpstreamError and its heirs."""
         return await self.watch.refresh()
+
+    def readings(self) -> Readings:
+        """What monitoring reads, from memory."""
+        return take_readings(self.tree, self.watch, self.views)
 
     async def facts(self) -> Facts:
         """What the doctor looks at, as fresh as can be had."""

@@ -4,7 +4,7 @@ Who holds which cells is in the ledger: what a slot holds of pools is theirs, th
 ``Control.refresh`` first: views only read.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from polykv_proxy.control.ledger import Ledger
@@ -167,6 +167,10 @@ class Views:
                 )
             )
         return facts
+
+    def own_cells(self) -> Mapping[PoolId, int]:
+        """Cells that each pool owns; those without any are absent."""
+        return self._ledger.accounts().own_cells
 
     def kv_bytes(self, n_cells: int | None) -> int | None:
         stats = self._watch.stats

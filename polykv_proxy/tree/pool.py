@@ -51,6 +51,8 @@ class Pool:
     used_s: float = 0.0
     n_queries: int = 0
     n_hits: int = 0
+    n_query_tokens: int = 0
+    n_hit_tokens: int = 0
     seq_id: SeqId | None = None
     gen: int | None = None
     _residency: Residency = field(default="cold", repr=False)

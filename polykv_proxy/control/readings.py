@@ -1,0 +1,94 @@
+"""What monitoring reads, from memory: no question to the engine, no effect on anything.
+
+Pools are named one by one only while they are resident or somebody is on them, so that a tree of thousands makes no
+thousands of series; automatic ones are counted together.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from polykv_proxy.control.views import Views
+from polykv_proxy.control.watch import EngineWatch
+from polykv_proxy.ids import PoolId
+from polykv_proxy.tree.accounting import kv_bytes
+from polykv_proxy.tree.pool import RESIDENCIES, Pool, Residency
+from polykv_proxy.tree.tree import PoolTree
+
+AUTO = "auto"
+"""How automatic pools are called together. No pool can have this name."""
+
+
+@dataclass(slots=True)
+class PoolReading:
+    """One pool, or all automatic ones. ``tps``: tokens per second of those who decode on it now."""
+
+    tps: float = 0.0
+    kv_bytes: int = 0
+    n_sessions: int = 0
+    n_queries: int = 0
+    n_hits: int = 0
+    query_tokens: int = 0
+    hit_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Readings:
+    """None: not known, and then not shown. ``epoch``: which start of the engine this is."""
+
+    engine_up: bool
+    epoch: str | None
+    pools: Mapping[str, PoolReading]
+    n_pools: Mapping[Residency, int] | None
+    n_sessions: Mapping[str, int]
+    seq_ids_used: int | None
+    seq_ids_max: int | None
+    cells_used: int | None
+    cells_total: int | None
+    cells_high: int | None
+
+
+def take_readings(tree: PoolTree, watch: EngineWatch, views: Views) -> Readings:
+    stats = watch.stats
+    up = watch.state == "ready"
+    cells = stats.cells if stats is not None and up and not watch.sleeping else None
+    per_token = stats.kv_bytes_per_token if stats is not None else None
+    facts = views.session_facts()
+    on_pool = {session.pool_id for session in facts if session.pool_id is not None}
+    own_cells = views.own_cells()
+    pools: dict[str, PoolReading] = {}
+    n_pools: Counter[Residency] = Counter(dict.fromkeys(RESIDENCIES, 0))
+    named: dict[PoolId, str] = {}
+    for pool in tree:
+        holder = tree.holder(pool.pool_id)
+        n_pools["resident" if holder is not None else pool.residency] += 1
+        if holder is None and pool.pool_id not in on_pool:
+            continue
+        label = named[pool.pool_id] = AUTO if pool.auto else pool.label
+        _add_pool(pools.setdefault(label, PoolReading()), pool, own_cells.get(pool.pool_id, 0) if up else 0, per_token)
+    for session in facts:
+        if session.pool_id in named:
+            reading = pools[named[session.pool_id]]
+            reading.n_sessions += 1
+            if session.state == "decoding":
+                reading.tps += session.tps_ewma or 0.0
+    return Readings(
+        engine_up=up,
+        epoch=watch.epoch,
+        pools=pools,
+        n_pools=n_pools if up else None,  # what an engine that is away still holds nobody knows
+        n_sessions=Counter(session.state or "idle" for session in facts),
+        seq_ids_used=len(tree.residents()) if up else None,
+        seq_ids_max=stats.max_pools if stats is not None else None,
+        cells_used=cells.used if cells is not None else None,
+        cells_total=cells.total if cells is not None else None,
+        cells_high=cells.hi if cells is not None else None,
+    )
+
+
+def _add_pool(reading: PoolReading, pool: Pool, n_cells: int, bytes_per_token: float | None) -> None:
+    reading.kv_bytes += kv_bytes(n_cells, bytes_per_token) or 0
+    reading.n_queries += pool.n_queries
+    reading.n_hits += pool.n_hits
+    reading.query_tokens += pool.n_query_tokens
+    reading.hit_tokens += pool.n_hit_tokens

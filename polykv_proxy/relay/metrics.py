@@ -1,0 +1,127 @@
+"""``GET /metrics``: llama-server's own, then ours, in the text format of Prometheus.
+
+Ours come from memory and are there also while the engine is away or too busy to answer. Labels name pools, never
+sessions. A scrape changes nothing.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator, Mapping
+
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client.exposition import generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector, CollectorRegistry
+
+from polykv_proxy.control import Control
+from polykv_proxy.control.readings import PoolReading, Readings
+from polykv_proxy.errors import UpstreamError
+from polykv_proxy.tree.pool import Residency
+
+log = logging.getLogger("polykv.metrics")
+
+PREFIX = "opencoti_polykv:"
+
+_PoolMetric = tuple[str, str, Callable[[PoolReading], float]]
+
+ENGINE_PATIENCE_S = 2.0
+"""llama-server answers between two batches; who scrapes gives up after 10 s, by default."""
+
+
+async def metrics_answer(control: Control) -> web.Response:
+    return web.Response(
+        body=await _of_engine(control) + exposition(control.readings()),
+        headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4},
+    )
+
+
+async def _of_engine(control: Control) -> bytes:
+    """What llama-server says; nothing when it does not (started without --metrics, away, busy).
+
+    Asleep it is not asked: that would load the model.
+    """
+    if control.watch.sleeping:
+        return b""
+    try:
+        async with asyncio.timeout(ENGINE_PATIENCE_S):
+            async with await control.engine.open("GET", "/metrics") as upstream:
+                if upstream.status != 200:
+                    return b""
+                text = await upstream.read()
+    except (TimeoutError, UpstreamError) as e:
+        log.info("no metrics from the engine: %s", e)
+        return b""
+    return text if not text or text.endswith(b"\n") else text + b"\n"
+
+
+def exposition(readings: Readings) -> bytes:
+    """Our part of the page."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Ours(readings))
+    return generate_latest(registry)
+
+
+class _Ours(Collector):
+    def __init__(self, readings: Readings):
+        self._readings = readings
+
+    def describe(self) -> list[Metric]:
+        return []  # registering must not ask for samples
+
+    def collect(self) -> Iterator[Metric]:
+        readings = self._readings
+        yield from _of_pools(readings)
+        yield _gauge("engine_up", "Whether the engine answers and has its model loaded.", int(readings.engine_up))
+        if readings.epoch is not None:
+            info = GaugeMetricFamily(PREFIX + "engine_epoch_info", "Which start of the engine.", labels=["epoch"])
+            info.add_metric([readings.epoch], 1)
+            yield info
+        if readings.n_pools is not None:
+            yield _by("pools", "Pools of the tree.", "residency", readings.n_pools)
+        yield _by("sessions", "Open sessions.", "state", readings.n_sessions)
+        known = (
+            ("seq_ids_used", "Sequences of the engine that hold a pool.", readings.seq_ids_used),
+            ("seq_ids_max", "Sequences that the engine has for pools.", readings.seq_ids_max),
+            ("kv_cells_used", "Cells of the KV cache that hold something.", readings.cells_used),
+            ("kv_cells_total", "Cells of the KV cache.", readings.cells_total),
+            ("kv_cells_high", "Highest used cell + 1: what every decode scans.", readings.cells_high),
+        )
+        yield from (_gauge(name, what, value) for name, what, value in known if value is not None)
+
+
+def _of_pools(readings: Readings) -> Iterator[Metric]:
+    gauges: tuple[_PoolMetric, ...] = (
+        ("gen_throughput_tps", "Tokens per second of those who decode on this pool.", lambda p: p.tps),
+        ("pool_kv_bytes", "Bytes of the KV cache that this pool owns.", lambda p: p.kv_bytes),
+        ("pool_sessions", "Open sessions on this pool.", lambda p: p.n_sessions),
+    )
+    counters: tuple[_PoolMetric, ...] = (
+        ("queries", "Requests that were to attach to this pool.", lambda p: p.n_queries),
+        ("prefix_cache_hits", "Requests that got from this pool what was planned.", lambda p: p.n_hits),
+        ("queries_tokens", "Prompt tokens of the requests that were to attach.", lambda p: p.query_tokens),
+        ("prefix_cache_hits_tokens", "Prompt tokens that they did not have to prefill.", lambda p: p.hit_tokens),
+    )
+    for name, what, of in gauges:
+        yield _per_pool(GaugeMetricFamily(PREFIX + name, what, labels=["pool"]), readings, of)
+    for name, what, of in counters:
+        yield _per_pool(CounterMetricFamily(PREFIX + name, what, labels=["pool"]), readings, of)
+
+
+def _per_pool(
+    metric: GaugeMetricFamily | CounterMetricFamily, readings: Readings, of: Callable[[PoolReading], float]
+) -> Metric:
+    for label, pool in sorted(readings.pools.items()):
+        metric.add_metric([label], of(pool))
+    return metric
+
+
+def _gauge(name: str, what: str, value: float) -> Metric:
+    return GaugeMetricFamily(PREFIX + name, what, value=value)
+
+
+def _by(name: str, what: str, label: str, values: Mapping[Residency, int] | Mapping[str, int]) -> Metric:
+    metric = GaugeMetricFamily(PREFIX + name, what, labels=[label])
+    for value, n in sorted(values.items()):
+        metric.add_metric([value], n)
+    return metric

@@ -1,0 +1,139 @@
+"""``GET /metrics``: the engine's own page and ours behind it, with the right numbers, whatever the engine does."""
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from polykv_proxy.errors import UpstreamUnavailable
+from tests.fake_engine import FakeEngine
+from tests.fake_engine.faults import Hold, reply
+from tests.relay.conftest import Proxy, ProxyMaker
+
+OURS = "opencoti_polykv:"
+PREFIX = list(range(100, 140))
+
+
+async def scrape(proxy: Proxy) -> dict[str, dict[tuple[str, ...], float]]:
+    """Our samples by name and label values. The page must be one that a scraper takes."""
+    answer = await proxy.client.get("/metrics")
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    return samples(answer)
+
+
+def samples(answer: httpx.Response) -> dict[str, dict[tuple[str, ...], float]]:
+    found: dict[str, dict[tuple[str, ...], float]] = {}
+    for family in text_string_to_metric_families(answer.text):
+        for sample in family.samples:
+            found.setdefault(sample.name, {})[tuple(sample.labels.values())] = sample.value
+    return {name.removeprefix(OURS): values for name, values in found.items() if name.startswith(OURS)}
+
+
+async def ask(proxy: Proxy, prompt: list[int], **fields: object) -> None:
+    body = {"prompt": prompt, "n_predict": 4, **fields}
+    (await proxy.client.post("/completion", json=body)).raise_for_status()
+
+
+async def test_the_engines_page_comes_first_and_as_it_is(engine: FakeEngine, proxy: Proxy) -> None:
+    own = (await proxy.client.get(f"{engine.url}/metrics")).text
+    assert own.strip()
+    page = (await proxy.client.get("/metrics")).text
+    assert page.startswith(own.rstrip("\n") + "\n# HELP opencoti_polykv:")
+
+
+async def test_what_a_pool_did(proxy: Proxy) -> None:
+    desk = await proxy.pool(PREFIX, "desk")
+    child = await proxy.fork(desk["pool_id"], [*PREFIX, 7, 8, 9])
+    for session in ("a", "b"):
+        await ask(proxy, [*PREFIX, 1, 2], pool_id="desk", session_id=session)
+    shown = await scrape(proxy)
+    label, other = ("desk",), (str(child["pool_id"]),)
+    assert shown["queries_total"] == {label: 2, other: 0}
+    assert shown["prefix_cache_hits_total"] == {label: 2, other: 0}
+    assert shown["queries_tokens_total"][label] == 2 * (len(PREFIX) + 2)
+    assert shown["prefix_cache_hits_tokens_total"][label] == 2 * len(PREFIX)
+    assert shown["pool_sessions"] == {label: 2, other: 0}
+    assert shown["gen_throughput_tps"] == {label: 0, other: 0}
+    per_token = (await proxy.client.get("/polykv/pools")).json()["kv_bytes_per_token"]
+    assert shown["pool_kv_bytes"] == {label: len(PREFIX) * per_token, other: 3 * per_token}
+    assert shown["pools"] == {("resident",): 2, ("cold",): 0, ("warm",): 0, ("materializing",): 0}
+    assert shown["sessions"] == {("idle",): 2}
+    assert (shown["seq_ids_used"], shown["seq_ids_max"]) == ({(): 2}, {(): 16})
+
+
+async def test_cells_are_those_that_the_engine_told_last(engine: FakeEngine, proxy: Proxy) -> None:
+    await proxy.pool(PREFIX, "desk")
+    await proxy.control.refresh()
+    cells = (await proxy.client.get(f"{engine.url}/polykv/engine/stats")).json()["cells"]
+    shown = await scrape(proxy)
+    assert shown["kv_cells_used"] == {(): cells["used"]}
+    assert shown["kv_cells_used"][()] >= len(PREFIX)
+    assert shown["kv_cells_total"] == {(): cells["total"]}
+    assert shown["kv_cells_high"] == {(): cells["hi"]}
+
+
+async def test_a_pool_that_was_released_is_gone_and_a_cold_one_is_not_named(proxy: Proxy) -> None:
+    await proxy.pool(PREFIX, "one")
+    await proxy.pool(PREFIX[::-1], "two")
+    assert set((await scrape(proxy))["queries_total"]) == {("one",), ("two",)}
+    (await proxy.client.delete("/polykv/pools/one")).raise_for_status()
+    (await proxy.client.post("/polykv/pools/two/evict?to=cold")).raise_for_status()
+    shown = await scrape(proxy)
+    assert "queries_total" not in shown
+    assert shown["pools"][("cold",)] == 1
+
+
+async def test_automatic_pools_are_one_series(proxy: Proxy) -> None:
+    made = [await proxy.pool(tokens) for tokens in (PREFIX, PREFIX[::-1])]
+    for pool in proxy.control.tree:
+        pool.auto = True
+    await ask(proxy, [*PREFIX, 1], pool_id=made[0]["pool_id"], session_id="a")
+    shown = await scrape(proxy)
+    assert shown["queries_total"] == {("auto",): 1}
+    assert shown["pool_sessions"] == {("auto",): 1}
+
+
+async def test_an_engine_without_metrics_or_gone_leaves_ours(engine: FakeEngine, proxy: Proxy) -> None:
+    await proxy.pool(PREFIX, "desk")
+    engine.on("/metrics", "request", reply(501))
+    answer = await proxy.client.get("/metrics")
+    assert answer.text.startswith("# HELP opencoti_polykv:")
+    assert samples(answer)["engine_up"] == {(): 1}
+    await engine.kill()
+    with pytest.raises(UpstreamUnavailable):
+        await proxy.control.refresh()
+    shown = await scrape(proxy)
+    assert shown["engine_up"] == {(): 0}
+    assert "kv_cells_used" not in shown
+    assert "pools" not in shown
+
+
+async def test_an_engine_that_does_not_answer_in_time_leaves_ours(
+    engine: FakeEngine, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("polykv_proxy.relay.metrics.ENGINE_PATIENCE_S", 0.05)
+    hold = Hold()
+    engine.on("/metrics", "request", hold)
+    shown = await scrape(proxy)
+    assert hold.n == 1
+    assert shown["engine_up"] == {(): 1}
+
+
+async def test_a_scrape_does_not_wake_an_engine_that_sleeps(engine: FakeEngine, proxy: Proxy) -> None:
+    engine.sleep()
+    await proxy.control.refresh()
+    n_before = len(engine.received)
+    shown = await scrape(proxy)
+    assert engine.sleeping
+    assert [asked.path for asked in engine.received[n_before:] if asked.path == "/metrics"] == []
+    assert shown["engine_up"] == {(): 1}
+
+
+@pytest.mark.parametrize("mode", ["auto", "explicit"])
+async def test_keys_are_those_of_the_data_plane(engine: FakeEngine, make_proxy: ProxyMaker, mode: str) -> None:
+    async with make_proxy(engine.url, mode=mode, api_key="data", admin_key="admin") as proxy:
+        assert (await proxy.client.get("/metrics")).status_code == 401
+        for key in ("data", "admin"):
+            answer = await proxy.client.get("/metrics", headers={"Authorization": f"Bearer {key}"})
+            assert answer.status_code == 200
+            assert samples(answer)["engine_up"] == {(): 1}
