@@ -26,6 +26,7 @@ from polykv_proxy.control.residency import Residency
 from polykv_proxy.control.restore import Restorer
 from polykv_proxy.control.retention import Retention
 from polykv_proxy.control.room import Room
+from polykv_proxy.control.saved import SavedStates
 from polykv_proxy.control.snapshots import Snapshots
 from polykv_proxy.control.views import Views
 from polykv_proxy.control.watch import HEARTBEAT_S, EngineWatch
@@ -89,7 +90,16 @@ class Control:
             grace_ttl_s=settings.grace_ttl_s,
             pin_max_fraction=settings.pin_max_fraction,
         )
-        self.residency = Residency(self.tree, self.engine, self.watch, self.room, lambda: self.lease.held)
+        self.saved = SavedStates(
+            self.engine,
+            self.watch,
+            ram_bytes=settings.warm_ram_bytes,
+            disk_bytes=settings.warm_disk_bytes,
+            is_ours=lambda: self.lease.held,
+        )
+        self.residency = Residency(
+            self.tree, self.engine, self.watch, self.room, lambda: self.lease.held, saved=self.saved
+        )
         self.lease = Lease(self.engine, on_lost=self.residency.lease_lost, ttl_s=lease_ttl_s)
         self.comparer = Comparer(
             tree=self.tree,

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from polykv_proxy.control.making import PoolMaker
 from polykv_proxy.control.room import Room
+from polykv_proxy.control.saved import SavedStates
 from polykv_proxy.control.watch import EngineWatch
 from polykv_proxy.errors import InvariantError, PoolNotFound, RequestError, SharingUnsupported
 from polykv_proxy.ids import PoolId, SeqId
@@ -48,9 +49,17 @@ class Residency(PoolMaker):
     """The only one who asks the engine for sequences or gives them back."""
 
     def __init__(
-        self, tree: PoolTree, engine: EngineClient, watch: EngineWatch, room: Room, is_ours: Callable[[], bool]
+        self,
+        tree: PoolTree,
+        engine: EngineClient,
+        watch: EngineWatch,
+        room: Room,
+        is_ours: Callable[[], bool],
+        *,
+        saved: SavedStates,
     ):
         super().__init__(tree, engine, watch, room, is_ours)
+        self.saved = saved
         room.sequences = self
         self._flights: dict[PoolId, _Flight] = {}
         self._outdated: set[tuple[SeqId, int]] = set()
@@ -167,6 +176,7 @@ class Residency(PoolMaker):
         """A new epoch: nothing that we knew of the engine's cache is true any more."""
         self._forget_sequences()
         self.ledger.clear()
+        self.saved.lost()
 
     def _forget_sequences(self) -> None:
         for pool in list(self._tree):
@@ -215,12 +225,14 @@ class Residency(PoolMaker):
         A listing during which anything changed proves nothing; then the next heartbeat tries again.
         """
         async with self._reconciling:
+            since = self.saved.mark()
             looked = await self._list_undisturbed()
             if looked is None:
                 return
             if not self._is_ours():
                 return
             listed, cells = looked
+            self.saved.found(listed.saved, since)
             self._adopt_listed(listed)
             if cells is not None:
                 self.ledger.found(cells)

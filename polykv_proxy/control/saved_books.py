@@ -1,0 +1,165 @@
+"""The books of what the engine has saved outside its cache. They ask nobody; ``saved`` keeps them up.
+
+A state is ours when the engine listed it as usable, or said that it saved it. Files of another model or build are not,
+though they lie in the same folder.
+
+A pool's state is named by its content, so that another run of the proxy finds it; a session's by its id.
+"""
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import Literal
+
+import xxhash
+
+from polykv_proxy.ids import SessionId
+from polykv_proxy.upstream import SavedState
+
+Place = Literal["ram", "disk"]
+
+Content = tuple[int, int]
+"""Hash and number of all tokens: what tells one pool's state from another's."""
+
+POOL = "pool-"
+
+
+def pool_tag(tokens_hash: int, n_tokens: int, start: int) -> str:
+    """The name of a pool's state that begins at ``start``."""
+    return f"{POOL}{tokens_hash:016x}-{n_tokens}-{start}"
+
+
+def session_tag(session_id: SessionId) -> str:
+    """The name of a session's state."""
+    return f"session-{xxhash.xxh64_hexdigest(session_id.encode())}"
+
+
+class SavedBooks:
+    """Iterates all states that are ours, the least recently used first.
+
+    ``on_found``: the engine's list was read. ``on_gone``: a state is not there any more.
+    """
+
+    def __init__(self) -> None:
+        self._states: dict[str, SavedState] = {}
+        self._by_content: dict[Content, set[str]] = {}
+        self._busy: Counter[str] = Counter()
+        self._changed_at: dict[str, int] = {}
+        self._n_changes = 0
+        self.known = False
+        """The engine's list was read since it was started."""
+        self.on_found: Callable[[], None] = lambda: None
+        self.on_gone: Callable[[SavedState], None] = lambda _: None
+
+    def __iter__(self) -> Iterator[SavedState]:
+        return iter(list(self._states.values()))
+
+    def find(self, tag: str) -> SavedState | None:
+        return self._states.get(tag)
+
+    def of_content(self, tokens_hash: int, n_tokens: int) -> list[SavedState]:
+        """States of a pool with these tokens, the one that begins last first: it takes the fewest cells."""
+        states = [self._states[tag] for tag in self._by_content.get((tokens_hash, n_tokens), ())]
+        return sorted(states, key=lambda state: -state.start)
+
+    def n_bytes(self, place: Place) -> int:
+        """Bytes that the states take there. One that is in both places takes as much of each."""
+        return sum(state.n_bytes for state in self._states.values() if place in state.places)
+
+    # What the engine said ------------------------------------------------------------------------------------------
+
+    def mark(self) -> int:
+        """To be taken before the engine is asked for its list: what changes later is newer than that list."""
+        return self._n_changes
+
+    def found(self, listed: Iterable[SavedState], since: int) -> None:
+        """The engine's list, asked for after ``since`` was marked."""
+        there: dict[str, SavedState] = {}
+        for state in listed:
+            if state.usable and not self._is_newer(state.tag, since):
+                there.setdefault(state.tag, state)
+        there |= {tag: state for tag, state in self._states.items() if self._is_newer(tag, since)}
+        before = self._states
+        # What was there before this proxy is the oldest.
+        order = [*(tag for tag in there if tag not in before), *(tag for tag in before if tag in there)]
+        self._states, self._by_content = {}, {}
+        for tag in order:
+            self._put(there[tag])
+        self._changed_at = {tag: at for tag, at in self._changed_at.items() if at > since}
+        self.known = True
+        self.on_found()
+
+    def lost(self) -> None:
+        """Another start of the engine: nothing is known of it yet."""
+        for tag in list(self._states):
+            self.leave_out(tag)
+        self.known = False
+
+    def enter(self, state: SavedState) -> None:
+        """It is there, and the most recently used."""
+        self._touched(state.tag)
+        self._states.pop(state.tag, None)
+        self._put(state)
+
+    def leave_out(self, tag: str) -> None:
+        """It is not there any more."""
+        self._touched(tag)
+        state = self._states.pop(tag, None)
+        if state is None:
+            return
+        content = _content(state)
+        if content is not None:
+            self._by_content[content].discard(tag)
+            if not self._by_content[content]:
+                del self._by_content[content]
+        self.on_gone(state)
+
+    # Who goes ------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def working_on(self, tag: str) -> Iterator[None]:
+        """For so long it is not forgotten for others."""
+        self._busy[tag] += 1
+        try:
+            yield
+        finally:
+            self._busy[tag] -= 1
+            if not self._busy[tag]:
+                del self._busy[tag]
+
+    def is_idle(self, tag: str) -> bool:
+        """Nobody is just saving or loading it."""
+        return not self._busy[tag]
+
+    def victims(self, place: Place, n_bytes: int) -> list[SavedState]:
+        """What is to be forgotten for so many bytes; empty when that is not to be had."""
+        chosen: list[SavedState] = []
+        for state in self:
+            if n_bytes <= 0:
+                break
+            if place in state.places and self.is_idle(state.tag):
+                chosen.append(state)
+                n_bytes -= state.n_bytes
+        return chosen if n_bytes <= 0 else []
+
+    # Inside --------------------------------------------------------------------------------------------------------
+
+    def _put(self, state: SavedState) -> None:
+        self._states[state.tag] = state
+        content = _content(state)
+        if content is not None:
+            self._by_content.setdefault(content, set()).add(state.tag)
+
+    def _touched(self, tag: str) -> None:
+        self._n_changes += 1
+        self._changed_at[tag] = self._n_changes
+
+    def _is_newer(self, tag: str, since: int) -> bool:
+        return self._changed_at.get(tag, 0) > since
+
+
+def _content(state: SavedState) -> Content | None:
+    """None of a session's: nobody but the session asks for it."""
+    if not state.tag.startswith(POOL) or not state.tokens_hash:
+        return None
+    return int(state.tokens_hash, 16), state.n_tokens
