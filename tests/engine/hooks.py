@@ -67,6 +67,9 @@ class Engine:
             if pool["state"] != "free":
                 self.free(pool["seq"])
 
+    def clear(self, id_slot: int) -> Json:
+        return self.post("/polykv/engine/pools", {"op": "clear", "id_slot": id_slot})
+
     def listing(self) -> Json:
         return self.get("/polykv/engine/pools")
 
