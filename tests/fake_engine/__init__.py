@@ -6,6 +6,7 @@ attach shows as another text and not only as another number.
 
 ``toy``       tokenizer and chat templates of the four dialects
 ``cache``     sequences and cells: sharing is membership, a cell is free when nobody holds it
+``saved``     states of pools and slots outside the cache, in memory and in files
 ``dialects``  the bytes of the replies, streamed and not
 ``server``    HTTP, slots, hooks, faults
 """

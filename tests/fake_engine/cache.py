@@ -1,7 +1,8 @@
 """Sequences and cells of a unified KV cache, as exactly as a test needs them.
 
 A cell is a number; a sequence is a list of tokens and of the cells that hold them. Sharing copies cell numbers, so
-``used`` is the size of the union: a shared cell counts once and returns with its last holder.
+``used`` is the size of the union: a shared cell counts once and returns with its last holder. New tokens take the
+lowest free cells and old ones never move, so ``hi`` stays high until whoever sits there leaves.
 """
 
 import itertools
@@ -91,16 +92,29 @@ class Cache:
         self.n_cells = n_cells
         self.sequences: list[Sequence] = []
         self.slots: list[Slot] = []
-        self._fresh = itertools.count()
 
-    def used(self) -> int:
+    def _held(self) -> set[int]:
         held: set[int] = set()
         for sequence in self.sequences:
             held.update(sequence.cells)
-        return len(held)
+        return held
+
+    def used(self) -> int:
+        return len(self._held())
+
+    def hi(self) -> int:
+        """Highest used cell + 1."""
+        return max(self._held(), default=-1) + 1
 
     def free(self) -> int:
         return self.n_cells - self.used()
+
+    def lowest_free(self, n: int) -> list[int]:
+        """Raises OutOfCells."""
+        held = self._held()
+        if n > self.n_cells - len(held):
+            raise OutOfCells(n, self.n_cells - len(held))
+        return list(itertools.islice((cell for cell in range(self.n_cells) if cell not in held), n))
 
     def available(self) -> int:
         """Free cells, and those of idle slots that nobody else shares."""
@@ -116,8 +130,5 @@ class Cache:
 
     def append(self, sequence: Sequence, tokens: list[int]) -> None:
         """New cells for ``tokens`` at the end. Raises OutOfCells before anything changed."""
-        free = self.free()
-        if len(tokens) > free:
-            raise OutOfCells(len(tokens), free)
+        sequence.cells += self.lowest_free(len(tokens))
         sequence.tokens += tokens
-        sequence.cells += [next(self._fresh) for _ in tokens]

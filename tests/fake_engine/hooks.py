@@ -1,7 +1,7 @@
 """``/polykv/engine/*`` of the fake engine, as the contract §5 has it.
 
 Materializing takes turns on one service slot and goes on when its client leaves; a sequence is reserved at launch and
-is emptied again after any failure.
+is emptied again after any failure. What is saved of pools and slots lives in ``saved``.
 """
 
 import asyncio
@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from tests.fake_engine.cache import OutOfCells, PoolSeq, Sequence, Slot, lcp, tokens_hash
+from tests.fake_engine.cache import OutOfCells, PoolSeq, Sequence, Slot, lcp
+from tests.fake_engine.saved import HookError
+from tests.fake_engine.saving import Saving
 from tests.fake_engine.toy import N_VOCAB, Refused
 
 if TYPE_CHECKING:
@@ -18,12 +20,7 @@ if TYPE_CHECKING:
 
 
 BATCH = 64
-
-
-class HookError(Exception):
-    def __init__(self, status: int, message: str, **extra: Any):
-        super().__init__(message)
-        self.status, self.extra = status, extra
+OPS = ("materialize", "snapshot", "save", "load", "clear", "cells")
 
 
 class Hooks:
@@ -34,12 +31,14 @@ class Hooks:
         self.n_service = 0
         self._owner: tuple[str, float] | None = None
         self._service = asyncio.Lock()
+        self._saving = Saving(self)
         self._jobs: set[asyncio.Task[dict[str, Any]]] = set()
 
     def add_routes(self, app: web.Application) -> None:
         app.router.add_get("/polykv/engine/pools", self._guarded(self._list, "list"))
         app.router.add_post("/polykv/engine/pools", self._guarded(self._operate, None))
         app.router.add_delete("/polykv/engine/pools/{seq}", self._guarded(self._free, "free"))
+        app.router.add_delete("/polykv/engine/saved/{tag}", self._guarded(self._saving.forget, "forget"))
         app.router.add_post("/polykv/engine/render", self._guarded(self._render, "render"))
         app.router.add_get("/polykv/engine/stats", self._guarded(self._stats, "stats"))
         app.router.add_put("/polykv/engine/owner", self._guarded(self._own, "owner"))
@@ -59,24 +58,24 @@ class Hooks:
                 answer = await handler(request)
                 late = await self.engine.faults.at(where, "reply", request)
             except HookError as e:
-                body = {"code": e.status, "message": str(e), "type": "polykv_error", **e.extra}
-                return web.json_response({"error": body}, status=e.status)
+                return web.json_response({"error": e.as_json()}, status=e.status)
             return late if late is not None else web.json_response(answer)
 
         return guarded
 
     # reads ---------------------------------------------------------------------------------------------------------
 
-    def _cells(self) -> dict[str, Any]:
+    def cells(self) -> dict[str, Any]:
         cache = self.engine.cache
         used = cache.used()
-        return {"used": used, "total": cache.n_cells, "free": cache.n_cells - used, "hi": used, "n_stream": 1}
+        return {"used": used, "total": cache.n_cells, "free": cache.n_cells - used, "hi": cache.hi(), "n_stream": 1}
 
     async def _list(self, request: web.Request) -> dict[str, Any]:
         e = self.engine
         if e.sleeping:
             return {"sleeping": True}
-        return {"epoch": e.epoch, "cells": self._cells(), "pools": [p.as_json() for p in e.pools], "saved": []}
+        pools = [p.as_json() for p in e.pools]
+        return {"epoch": e.epoch, "cells": self.cells(), "pools": pools, "saved": e.saved.list()}
 
     async def _stats(self, request: web.Request) -> dict[str, Any]:
         e = self.engine
@@ -117,7 +116,8 @@ class Hooks:
             "n_ctx_slot": e.n_ctx_slot,
             "max_pools": e.max_pools,
             "n_deferred": e.n_deferred,
-            "cells": self._cells(),
+            "cells": self.cells(),
+            "saved": e.saved.usage(),
             "n_decoded_cum": sum(s.n_decoded_cum for s in e.slots),
             "n_prompt_cum": e.n_prompt_cum,
             "service": {"state": "prompt" if self.n_service else "idle", "seq": -1, "n_tokens": self.n_service},
@@ -152,7 +152,7 @@ class Hooks:
     def owner(self) -> str | None:
         return self._owner[0] if self._owner is not None and self._owner[1] > time.monotonic() else None
 
-    def _check_owner(self, request: web.Request) -> None:
+    def check_owner(self, request: web.Request) -> None:
         self._check(request.headers.get("x-polykv-owner"))
 
     def _check(self, who: str | None) -> None:
@@ -160,52 +160,60 @@ class Hooks:
             left_ms = int((self._owner[1] - time.monotonic()) * 1e3)
             raise HookError(409, f"pools are managed by '{self.owner}'", owner=self.owner, ttl_ms=left_ms)
 
-    def _pool(self, seq: int) -> PoolSeq:
+    def pool(self, seq: int) -> PoolSeq:
         for pool in self.engine.pools:
             if pool.seq == seq:
                 return pool
         raise HookError(400, f"sequence {seq} is out of range")
 
-    def _target(self, seq: int) -> PoolSeq:
+    def target(self, seq: int) -> PoolSeq:
         if seq >= 0:
-            pool = self._pool(seq)
+            pool = self.pool(seq)
             if pool.state != "free":
-                raise HookError(409, f"sequence {seq} is in use")
+                raise HookError(409, f"pool sequence {seq} is in use")
             return pool
         free = [p for p in self.engine.pools if p.state == "free"]
         if not free:
-            raise HookError(503, "no free sequence")
+            raise HookError(503, "no free pool sequence")
         return free[0]
 
     async def _free(self, request: web.Request) -> dict[str, Any]:
-        self._check_owner(request)
-        pool = self._pool(int(request.match_info["seq"]))
+        self.check_owner(request)
+        pool = self.pool(int(request.match_info["seq"]))
         if pool.state != "ready":
             raise HookError(409 if pool.state == "busy" else 410, f"sequence {pool.seq} is {pool.state}")
-        n = len(pool.tokens)
+        freed = {"seq": pool.seq, "gen": pool.gen, "tag": pool.tag, "n_tokens": len(pool.tokens)}
         self._clear(pool)
-        return {"seq": pool.seq, "n_tokens": n, "cells": self._cells()}
+        return freed | {"cells": self.cells()}
 
     def _clear(self, pool: PoolSeq) -> None:
         pool.cut(0)
         pool.state, pool.tag, pool.parent_seq, pool.branch_pos, pool.n_attach = "free", "", -1, 0, 0
 
     async def _operate(self, request: web.Request) -> dict[str, Any]:
-        self._check_owner(request)
+        self.check_owner(request)
         asked = await _body(request)
-        self.engine.wake()
-        if self.engine.share != "ok":
-            raise HookError(501, self.engine.share)
-        if asked.get("op") == "snapshot":
+        op = asked.get("op")
+        if op not in OPS:
+            raise HookError(400, '"op" must be "materialize", "snapshot", "save", "load", "clear" or "cells"')
+        if op in ("save", "load"):
+            return await self._saving.move(request, op, asked)
+        self.awake()
+        if op == "snapshot":
             return self._snapshot(asked)
-        if asked.get("op") == "cells":
+        if op == "clear":
+            return self._clear_slot(asked)
+        if op == "cells":
             return self._where()
-        if asked.get("op") != "materialize":
-            raise HookError(400, f"unknown op {asked.get('op')!r}")
         job = asyncio.ensure_future(self._materialize(asked))
         self._jobs.add(job)
         job.add_done_callback(self._jobs.discard)
         return await asyncio.shield(job)
+
+    def awake(self) -> None:
+        self.engine.wake()
+        if self.engine.share != "ok":
+            raise HookError(501, self.engine.share)
 
     def _where(self) -> dict[str, Any]:
         def runs(sequence: Sequence) -> list[list[int]]:
@@ -221,6 +229,19 @@ class Hooks:
         slots = [{"id": s.id, "id_task": s.id_task if s.state != "idle" else -1, "runs": runs(s)} for s in e.slots]
         return {"epoch": e.epoch, "pools": ready, "slots": slots}
 
+    def _clear_slot(self, asked: dict[str, Any]) -> dict[str, Any]:
+        id_slot = int(asked.get("id_slot", -1))
+        if not 0 <= id_slot < self.engine.n_slots:
+            raise HookError(400, f'"id_slot" must be between 0 and {self.engine.n_slots - 1}')
+        slot, n_free = self.engine.slots[id_slot], self.engine.cache.free()
+        if slot.state != "idle":
+            raise HookError(409, f"slot {id_slot} is busy")
+        n = len(slot.tokens)
+        slot.cut(0)
+        slot.n_pool_shared, slot.pool_seq = 0, -1
+        freed = self.engine.cache.free() - n_free
+        return {"id_slot": id_slot, "n_tokens": n, "n_cells_freed": freed, "cells": self.cells()}
+
     def _snapshot(self, asked: dict[str, Any]) -> dict[str, Any]:
         id_slot, n = int(asked.get("id_slot", -1)), int(asked.get("n_tokens", -1))
         if not 0 <= id_slot < self.engine.n_slots:
@@ -228,12 +249,12 @@ class Hooks:
         slot = self.engine.slots[id_slot]
         if n > len(slot.tokens) or not slot.tokens:
             raise HookError(409, f"slot {id_slot} has {len(slot.tokens)} tokens")
-        pool = self._target(int(asked.get("seq", -1)))
+        pool = self.target(int(asked.get("seq", -1)))
         pool.share_from(slot, len(slot.tokens) if n < 0 else n)
-        self._ready(pool, asked, -1, 0)
+        self.ready(pool, asked, -1, 0)
         slot.n_pool_shared = max(slot.n_pool_shared, len(pool.tokens))
         slot.pool_seq, slot.pool_gen = pool.seq, pool.gen
-        answer = self._answer(pool, len(pool.tokens), 0)
+        answer = self.answer(pool, len(pool.tokens), 0)
         return answer | {"tokens": pool.tokens} if asked.get("want_tokens") else answer
 
     async def _materialize(self, asked: dict[str, Any]) -> dict[str, Any]:
@@ -248,7 +269,7 @@ class Hooks:
         async with self._service:
             shared, source = 0, Sequence()
             if parent_seq >= 0:
-                parent = self._pool(parent_seq)
+                parent = self.pool(parent_seq)
                 if parent.state != "ready":
                     raise HookError(410, f"no pool in sequence {parent_seq}")
                 shared = int(asked.get("branch_pos", -1))
@@ -257,7 +278,7 @@ class Hooks:
                 if shared > common:
                     raise HookError(409, f"tokens differ from the parent at {common}", divergence_pos=common)
                 source = parent
-            pool = self._target(int(asked.get("seq", -1)))
+            pool = self.target(int(asked.get("seq", -1)))
             need, free = len(tokens) - shared, self.engine.cache.available()
             if need > free:
                 raise HookError(507, f"need {need} cells, {free} free", need=need, free=free)
@@ -277,29 +298,18 @@ class Hooks:
                 raise
             finally:
                 self.n_service = 0
-            self._ready(pool, asked, parent_seq, shared)
+            self.ready(pool, asked, parent_seq, shared)
             self.n_materialized += 1
             self.n_processed += need
-            return self._answer(pool, shared, need)
+            return self.answer(pool, shared, need)
 
-    def _ready(self, pool: PoolSeq, asked: dict[str, Any], parent_seq: int, branch_pos: int) -> None:
+    def ready(self, pool: PoolSeq, asked: dict[str, Any], parent_seq: int, branch_pos: int) -> None:
         pool.state, pool.tag = "ready", str(asked.get("tag", ""))
         pool.gen += 1
         pool.parent_seq, pool.branch_pos, pool.n_attach = parent_seq, branch_pos, 0
 
-    def _answer(self, pool: PoolSeq, n_cached: int, n_processed: int) -> dict[str, Any]:
-        return {
-            "seq": pool.seq,
-            "gen": pool.gen,
-            "tag": pool.tag,
-            "n_tokens": len(pool.tokens),
-            "tokens_hash": tokens_hash(pool.tokens),
-            "parent_seq": pool.parent_seq,
-            "branch_pos": pool.branch_pos,
-            "n_cached": n_cached,
-            "n_processed": n_processed,
-            "t_ms": 0.1,
-        }
+    def answer(self, pool: PoolSeq, n_cached: int, n_processed: int) -> dict[str, Any]:
+        return pool.as_json() | {"n_cached": n_cached, "n_processed": n_processed, "t_ms": 0.1}
 
 
 async def _body(request: web.Request) -> dict[str, Any]:

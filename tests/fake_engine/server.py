@@ -14,6 +14,7 @@ from tests.fake_engine.cache import Cache, OutOfCells, PoolSeq, Sequence, Slot, 
 from tests.fake_engine.dialects import Turn, dialect, dump
 from tests.fake_engine.faults import Action, Faults, Received
 from tests.fake_engine.hooks import Hooks
+from tests.fake_engine.saved import SavedStates
 from tests.fake_engine.toy import ATTACHABLE, Refused, Template
 from tests.serving import Runner
 
@@ -31,6 +32,7 @@ class FakeEngine:
     ``byte_by_byte``  every piece of a stream leaves one byte at a time
     ``n_gen``         tokens to decode when the body sets no limit
     ``loading``       everything is 503, as while a model loads
+    ``saved``         what is kept outside the cache; no budget for it unless a test gives one
     """
 
     def __init__(
@@ -44,10 +46,13 @@ class FakeEngine:
         share: str = "ok",
         api_key: str | None = None,
         fingerprint: str = "toy-model",
+        save_ram: int = 0,
+        save_disk: int = 0,
     ):
         self.with_hooks, self.n_slots, self.max_pools, self.n_cells = hooks, n_slots, max_pools, n_cells
         self.n_ctx_slot = n_ctx_slot or n_cells
         self.share, self.api_key, self.fingerprint = share, api_key, fingerprint
+        self.saved = SavedStates(self, save_ram, save_disk)
         self.template = Template()
         self.faults = Faults()
         self.received: list[Received] = []
@@ -79,6 +84,7 @@ class FakeEngine:
         self.n_starts += 1
         self.sleeping = False
         self._new_context()
+        self.saved.restarted()
         self._tasks = itertools.count(1)
         self._slot_free = asyncio.Condition()
         self.n_deferred = 0

@@ -1,0 +1,106 @@
+"""The hooks ``save``, ``load`` and ``forget`` of the fake engine, between its cache and what ``saved`` keeps."""
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import web
+
+from tests.fake_engine.cache import Slot, tokens_hash
+from tests.fake_engine.saved import HookError, State
+
+if TYPE_CHECKING:
+    from tests.fake_engine.hooks import Hooks
+
+DEFAULTS = {"seq": -1, "id_slot": -1, "from": 0, "n_tokens": -1, "to": "ram", "parent_seq": -1, "branch_pos": -1}
+
+
+class Saving:
+    def __init__(self, hooks: "Hooks"):
+        self.hooks, self.engine = hooks, hooks.engine
+
+    async def move(self, request: web.Request, op: str, given: dict[str, Any]) -> dict[str, Any]:
+        """In the engine's order: arguments, reading a file, waking up, and only then the cache."""
+        asked = self._checked(op, given)
+        slot = self.engine.slots[asked["id_slot"]] if asked["id_slot"] >= 0 else None
+        if op == "save":
+            self.hooks.awake()
+            return await self._save(request, slot, asked)
+        saved = self.engine.saved
+        state = saved.ram.get(asked["tag"]) or saved.read(asked["tag"])
+        self.hooks.awake()
+        saved.check_load(state, asked)
+        return self._load_pool(state, asked) if slot is None else self._load_slot(state, asked, slot)
+
+    def _checked(self, op: str, given: dict[str, Any]) -> dict[str, Any]:
+        """The fields with their defaults."""
+        asked: dict[str, Any] = DEFAULTS | {key: value for key, value in given.items() if value is not None}
+        sequences = {-1, *(p.seq for p in self.engine.pools)}
+        for key in ("seq", "parent_seq"):
+            if asked[key] not in sequences:
+                raise HookError(400, f'"{key}" must be -1 or a pool sequence')
+        if asked["id_slot"] >= self.engine.n_slots:
+            raise HookError(400, f'"id_slot" must be between 0 and {self.engine.n_slots - 1}')
+        if not asked.get("tag"):
+            raise HookError(400, '"tag" must name what is saved')
+        n_ends = (asked["seq"] >= 0) + (asked["id_slot"] >= 0)
+        if op == "save" and n_ends != 1:
+            raise HookError(400, 'exactly one of "seq" and "id_slot" must be given')
+        if op == "load" and n_ends == 2:
+            raise HookError(400, 'only one of "seq" and "id_slot" may be given')
+        if asked["n_tokens"] == 0:
+            raise HookError(400, '"n_tokens" must be positive, or -1 for all')
+        if asked["to"] not in ("ram", "disk", "both"):
+            raise HookError(400, '"to" must be "ram", "disk" or "both"')
+        return asked
+
+    async def _save(self, request: web.Request, slot: Slot | None, asked: dict[str, Any]) -> dict[str, Any]:
+        saved = self.engine.saved
+        state, answer = saved.save(self.hooks.pool(asked["seq"]) if slot is None else slot, asked)
+        answer["cells"] = self.hooks.cells()
+        if asked["to"] == "ram":
+            return answer
+        await self.engine.faults.at("save", "write", request)
+        try:
+            saved.write(state)
+        except HookError as e:
+            if not answer["in"]:
+                raise
+            return answer | {"disk_error": e.as_json()}
+        return answer | {"in": [*answer["in"], "disk"], "t_write_ms": 0.1}
+
+    def _load_pool(self, state: State, asked: dict[str, Any]) -> dict[str, Any]:
+        pool = self.hooks.target(asked["seq"])
+        parent = self.engine.saved.parent_of(state, asked["parent_seq"])
+        self.engine.saved.load(state, parent, pool)
+        self.hooks.ready(pool, {"tag": state.tag}, parent.seq if parent is not None else -1, state.start)
+        return self.hooks.answer(pool, len(pool.tokens), 0) | {"t_copy_ms": 0.1, "cells": self.hooks.cells()}
+
+    def _load_slot(self, state: State, asked: dict[str, Any], slot: Slot) -> dict[str, Any]:
+        """What the slot held goes only when the state is in the cache: both need room for a moment."""
+        if slot.state != "idle":
+            raise HookError(409, f"slot {slot.id} is busy")
+        parent = self.engine.saved.parent_of(state, asked["parent_seq"])
+        self.engine.saved.load(state, parent, slot)
+        slot.n_pool_shared, slot.t_last = state.start, time.monotonic()
+        slot.pool_seq, slot.pool_gen = (parent.seq, parent.gen) if parent is not None else (-1, -1)
+        return {
+            "id_slot": slot.id,
+            "tag": state.tag,
+            "n_tokens": len(slot.tokens),
+            "tokens_hash": tokens_hash(slot.tokens),
+            "parent_seq": slot.pool_seq,
+            "branch_pos": state.start,
+            "n_pool_shared": state.start,
+            "n_cached": len(slot.tokens),
+            "n_processed": 0,
+            "t_copy_ms": 0.1,
+            "t_ms": 0.1,
+            "cells": self.hooks.cells(),
+        }
+
+    async def forget(self, request: web.Request) -> dict[str, Any]:
+        """Not over the queue: nothing wakes up for it."""
+        self.hooks.check_owner(request)
+        tag = request.match_info["tag"]
+        self.engine.saved.forget(tag)
+        return {"tag": tag, "saved": self.engine.saved.usage()}
