@@ -243,6 +243,7 @@ class Control:
             tree=self.tree,
             sessions=self.sessions,
             room=self.room,
+            saved=self.saved,
             journal=self.journal.status,
             now_s=self.clock(),
         )

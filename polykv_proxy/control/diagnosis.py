@@ -8,14 +8,12 @@ from typing import Any
 from polykv_proxy.config import Settings
 from polykv_proxy.control.lease import Lease
 from polykv_proxy.control.room import Room
+from polykv_proxy.control.saved import SavedStates
 from polykv_proxy.control.watch import EngineWatch
 from polykv_proxy.doctor import EngineFlagFacts, Facts, examine
 from polykv_proxy.sessions import SessionBook
 from polykv_proxy.tree.tree import PoolTree
 from polykv_proxy.upstream import Stats
-
-WARM_TIER = False
-"""Pools are not saved outside the cache yet."""
 
 _TOLD_AT_BOOT = frozenset({"split_cache", "recurrent_model"})
 """Of what is only good to know, this changes what every pool is."""
@@ -29,6 +27,7 @@ def collect_facts(
     tree: PoolTree,
     sessions: SessionBook,
     room: Room,
+    saved: SavedStates,
     journal: Mapping[str, Any],
     now_s: float,
 ) -> Facts:
@@ -92,7 +91,9 @@ def collect_facts(
         journal_error=journal["error"],
         journal_saved_copy=journal["saved_copy"],
         n_pools_of_other_models=journal["pools_of_other_models"],
-        warm_tier=WARM_TIER,
+        warm_off=saved.why_off if known else None,
+        warm_disk_off=stats.saved.disk.why_off if settings.warm_disk_bytes else None,
+        warm_after_s=settings.warm_after_s,
         warm_settings=tuple(sorted(name for name in settings.model_fields_set if name.startswith("warm_"))),
     )
 

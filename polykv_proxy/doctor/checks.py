@@ -17,6 +17,8 @@ ALWAYS: list[Check] = [
     use.damaged_journal,
     use.pools_of_other_models,
     use.warm,
+    use.warm_disk,
+    use.warm_under_pressure_only,
 ]
 
 WITHOUT_ENGINE: list[Check] = [layout.engine_unreachable]

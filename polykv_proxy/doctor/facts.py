@@ -29,7 +29,9 @@ class Facts:
     ``owner``: another proxy that manages the engine's pools. ``n_idle_pools``, ``n_idle_cells``: resident pools that
     nobody uses, and their cells.
     ``hosts``: where the proxy listens. ``journal``: off = pools are forgotten when the proxy ends.
-    ``journal_saved_copy``: where a damaged one was put. ``warm_settings``: those of the warm tier that somebody set.
+    ``journal_saved_copy``: where a damaged one was put. ``warm_off``: why no state is saved outside the cache, empty =
+    it is; ``warm_disk_off``: why none is on disk although that was asked for. ``warm_settings``: those of the warm tier
+    that somebody set. ``warm_after_s``: 0 = idle pools leave under pressure only.
     Units:   *_cells cells of the cache; n_ctx_slot tokens; recurrent_bytes bytes of one sequence's state
     """
 
@@ -67,7 +69,9 @@ class Facts:
     journal_error: str | None = None
     journal_saved_copy: str | None = None
     n_pools_of_other_models: int | None = None
-    warm_tier: bool | None = None
+    warm_off: str | None = None
+    warm_disk_off: str | None = None
+    warm_after_s: float | None = None
     warm_settings: tuple[str, ...] = ()
 
 

@@ -43,7 +43,7 @@ def idle_pools(facts: Facts) -> Finding | None:
         f"{facts.n_idle_pools} resident pools that nobody uses hold {n_idle:,} of the {hi:,} cells up to the highest "
         "in use",
         f"every token of every session scans all of these: about {share:.0%} of its attention reads are for idle pools",
-        "evict or release them; they come back by a prefill",
+        "`polykvctl pools evict` or release them",
     )
 
 
@@ -123,13 +123,37 @@ def pools_of_other_models(facts: Facts) -> Finding | None:
 
 
 def warm(facts: Facts) -> Finding | None:
-    if facts.warm_tier is not False or not facts.warm_settings:
+    if not facts.warm_off or facts.share != "ok":
         return None
     return Finding(
         "warm_unavailable",
+        "warning" if facts.warm_settings else "info",
+        f"there is no warm tier: {facts.warm_off}",
+        "what nobody uses stays in the cache, where every token scans it, and comes back by a prefill once it left",
+        "start the engine that `polykvctl engine build` makes with --kv-unified and --polykv-save-ram, and leave "
+        "POLYKV_WARM_RAM_BYTES above 0",
+    )
+
+
+def warm_disk(facts: Facts) -> Finding | None:
+    if facts.warm_off or not facts.warm_disk_off:
+        return None
+    return Finding(
+        "warm_disk_unavailable",
+        "warning",
+        f"POLYKV_WARM_DISK_BYTES is set, and nothing is saved on disk: {facts.warm_disk_off}",
+        "what is saved is lost when the engine restarts, and comes back by a prefill",
+        "start llama-server with --polykv-save-path and --polykv-save-disk, as `polykvctl up` does",
+    )
+
+
+def warm_under_pressure_only(facts: Facts) -> Finding | None:
+    if facts.warm_off != "" or facts.warm_after_s != 0:
+        return None
+    return Finding(
+        "warm_under_pressure_only",
         "info",
-        f"{', '.join(facts.warm_settings)} {'is' if len(facts.warm_settings) == 1 else 'are'} set, "
-        "and there is no warm tier in this version",
-        "a pool that leaves the cache comes back by a prefill, whatever these say",
-        "leave them out",
+        "POLYKV_WARM_AFTER_S is 0",
+        "idle pools and sessions stay in the cache until somebody needs their room, and every token scans them",
+        "nothing, if that is what it is for; else leave it out",
     )

@@ -20,9 +20,11 @@ async def findings(plane: Plane) -> dict[str, str]:
 ALWAYS = {"journal_in_memory": "warning"}
 """The planes of these tests keep nothing."""
 
+MIB = 1 << 20
+
 
 async def test_a_good_engine():
-    async with FakeEngine() as engine, planes(engine) as plane:
+    async with FakeEngine(save_ram=MIB) as engine, planes(engine) as plane:
         assert await findings(plane) == ALWAYS
         _, body = await plane.call("GET", "/polykv/doctor")
         assert body["status"] == "warnings"
@@ -61,12 +63,36 @@ async def test_pools_that_nobody_uses_are_told_by_what_they_hold():
         assert "idle_pools_tax" not in await findings(plane)
 
 
-async def test_a_setting_of_the_warm_tier_is_told_as_long_as_there_is_none(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("POLYKV_WARM_RAM_BYTES", str(1 << 30))
+async def told(plane: Plane, id_: str) -> str:
+    _, body = await plane.call("GET", "/polykv/doctor")
+    return next(finding["what"] for finding in body["findings"] if finding["id"] == id_)
+
+
+async def test_an_engine_that_saves_nothing():
     async with FakeEngine() as engine, planes(engine) as plane:
-        _, body = await plane.call("GET", "/polykv/doctor")
-        [told] = [finding for finding in body["findings"] if finding["id"] == "warm_unavailable"]
-        assert told["what"] == "warm_ram_bytes is set, and there is no warm tier in this version"
+        assert (await findings(plane))["warm_unavailable"] == "info"
+        assert "--polykv-save-ram" in await told(plane, "warm_unavailable")
+
+
+async def test_a_warm_tier_that_was_asked_for_and_is_not_there(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("POLYKV_WARM_RAM_BYTES", "0")
+    async with FakeEngine(save_ram=MIB) as engine, planes(engine) as plane:
+        assert (await findings(plane))["warm_unavailable"] == "warning"
+        assert "POLYKV_WARM_RAM_BYTES" in await told(plane, "warm_unavailable")
+
+
+async def test_a_disk_that_was_asked_for_and_is_not_there(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("POLYKV_WARM_DISK_BYTES", str(MIB))
+    async with FakeEngine(save_ram=MIB) as engine, planes(engine) as plane:
+        assert (await findings(plane))["warm_disk_unavailable"] == "warning"
+    async with FakeEngine(save_ram=MIB, save_disk=MIB) as engine, planes(engine) as plane:
+        assert await findings(plane) == ALWAYS
+
+
+async def test_a_tier_under_pressure_only(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("POLYKV_WARM_AFTER_S", "0")
+    async with FakeEngine(save_ram=MIB) as engine, planes(engine) as plane:
+        assert await findings(plane) == {"warm_under_pressure_only": "info"} | ALWAYS
 
 
 async def test_keys_and_addresses():

@@ -35,7 +35,8 @@ GOOD: dict[str, Any] = {
     "has_data_keys": False,
     "journal": "ok",
     "n_pools_of_other_models": 0,
-    "warm_tier": True,
+    "warm_off": "",
+    "warm_after_s": 20.0,
 }
 FLAGS: dict[str, Any] = {
     "hosts": ("127.0.0.1",),
@@ -107,7 +108,10 @@ CASES = [
     ("journal_not_written", "error", {"journal": "failing"}),
     ("journal_was_damaged", "warning", {"journal_saved_copy": "/state/pools.db.damaged"}),
     ("pools_of_other_models", "info", {"n_pools_of_other_models": 3}),
-    ("warm_unavailable", "info", {"warm_tier": False, "warm_settings": ("warm_ram_bytes",)}),
+    ("warm_unavailable", "info", {"warm_off": "the cache is split", "warm_disk_off": "no path"}),
+    ("warm_unavailable", "warning", {"warm_off": "no memory", "warm_settings": ("warm_ram_bytes",)}),
+    ("warm_disk_unavailable", "warning", {"warm_disk_off": "no path"}),
+    ("warm_under_pressure_only", "info", {"warm_after_s": 0.0}),
 ]
 
 
@@ -132,7 +136,7 @@ def test_a_small_context_on_a_split_cache():
         {"n_idle_cells": 3000, "kv_unified": False, "recurrent": True, "cells_total": 0},
         {"flags": {"n_batch": 512}},
         {"n_pools": 16, "n_live_sessions": 4},
-        {"warm_tier": False},
+        {"warm_off": None, "warm_after_s": 0.0},
         {"warm_settings": ("warm_ram_bytes",)},
         {"flags": {"cache_ram_mib": 8192}},
     ],
