@@ -74,7 +74,7 @@ class Hooks:
         e = self.engine
         if e.sleeping:
             return {"sleeping": True}
-        pools = [p.as_json() for p in e.pools]
+        pools = [p.as_json() | {"lora_current": True} for p in e.pools]
         return {"epoch": e.epoch, "cells": self.cells(), "pools": pools, "saved": e.saved.list()}
 
     async def _stats(self, request: web.Request) -> dict[str, Any]:
@@ -183,8 +183,9 @@ class Hooks:
         if pool.state != "ready":
             raise HookError(409 if pool.state == "busy" else 410, f"sequence {pool.seq} is {pool.state}")
         freed = {"seq": pool.seq, "gen": pool.gen, "tag": pool.tag, "n_tokens": len(pool.tokens)}
+        n_free = self.engine.cache.free()
         self._clear(pool)
-        return freed | {"cells": self.cells()}
+        return freed | {"n_cells_freed": self.engine.cache.free() - n_free, "cells": self.cells()}
 
     def _clear(self, pool: PoolSeq) -> None:
         pool.cut(0)
@@ -299,6 +300,8 @@ class Hooks:
             finally:
                 self.n_service = 0
             self.ready(pool, asked, parent_seq, shared)
+            if isinstance(source, PoolSeq):
+                source.n_attach += 1
             self.n_materialized += 1
             self.n_processed += need
             return self.answer(pool, shared, need)
