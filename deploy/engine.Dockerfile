@@ -24,9 +24,11 @@ FROM ${RUN_IMAGE}
 RUN apt-get update \
  && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends ca-certificates curl libgomp1 libssl3 \
  && rm -rf /var/lib/apt/lists/* \
- && useradd --system --home-dir /nonexistent --shell /usr/sbin/nologin engine
+ && useradd --system --home-dir /nonexistent --shell /usr/sbin/nologin engine \
+ && install -d -o engine -g engine -m 0700 /states
 COPY --from=build /llama-server /usr/local/bin/llama-server
 USER engine
+VOLUME /states
 EXPOSE 8080
 HEALTHCHECK --interval=5s --timeout=3s --start-period=10m --retries=3 CMD curl -fsS http://127.0.0.1:8080/health
 ENTRYPOINT ["llama-server"]

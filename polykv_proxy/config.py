@@ -62,10 +62,18 @@ class Settings(BaseSettings):
         300, ge=0, description="Seconds a pool nobody uses stays resident after its last descendant or session left."
     )
     warm_after_s: float = Field(
-        20, ge=0, description="Seconds after which idle unpinned pools leave the cache for host memory; 0 = never."
+        20,
+        ge=0,
+        allow_inf_nan=False,
+        description="Seconds after which idle unpinned pools and parked sessions leave the cache for the engine's "
+        "memory; 0 = never for being idle.",
     )
-    warm_ram_bytes: int = Field(2 << 30, ge=0, description="Budget in bytes of saved state in the engine's memory.")
-    warm_disk_bytes: int = Field(0, ge=0, description="Budget in bytes of saved state on disk.")
+    warm_ram_bytes: int = Field(
+        2 << 30, ge=0, description="Budget in bytes of saved state in the engine's memory; 0 = none."
+    )
+    warm_disk_bytes: int = Field(
+        0, ge=0, description="Budget in bytes of saved state on disk, beside the journal; 0 = none."
+    )
     session_gap_s: float = Field(60, ge=0, description="Seconds for which a session counts as live after a turn ended.")
     session_idle_s: float = Field(900, gt=0, description="Seconds after which an idle session's books are closed.")
     auto_pool_min_tokens: int = Field(

@@ -52,7 +52,7 @@ def up(
     from polykv_proxy.config import load_settings
     from polykv_proxy.doctor import EngineSizes, check_sizes
     from polykv_proxy.engine.build import ensure_engine
-    from polykv_proxy.engine.local import LOOPBACK, EngineOptions, choose_port, engine_command
+    from polykv_proxy.engine.local import LOOPBACK, EngineOptions, choose_port, engine_command, engine_environment
     from polykv_proxy.engine.model import CHAT_MODEL, ensure_model
     from polykv_proxy.engine.supervisor import Child, Supervisor
 
@@ -80,6 +80,9 @@ def up(
         n_batch=batch,
         tps_window_tokens=settings.tps_window_tokens,
         tps_window_ms=settings.tps_window_ms,
+        save_ram_bytes=settings.warm_ram_bytes,
+        save_disk_bytes=settings.warm_disk_bytes,
+        save_path=_states_folder(settings),
         more=engine_args or (),
     )
     engine_child = Child(
@@ -87,7 +90,7 @@ def up(
         command=engine_command(options),
         ready_url=f"{engine_url}/health",
         log=_fresh_log(settings, chosen_engine_port),
-        environment=_engine_environment(settings),
+        environment=engine_environment(options) | _engine_key(settings),
     )
     proxy_child = _proxy_child(settings, config)
     supervisor = Supervisor([engine_child, proxy_child], _say)
@@ -119,9 +122,27 @@ def _proxy_child(settings: "Settings", config: Path | None) -> "Child":
     )
 
 
-def _engine_environment(settings: "Settings") -> dict[str, str]:
+def _engine_key(settings: "Settings") -> dict[str, str]:
     key = settings.upstream_api_key
     return {"LLAMA_API_KEY": key.get_secret_value()} if key else {}
+
+
+def _states_folder(settings: "Settings") -> Path | None:
+    """None when nothing is to be saved on disk, or when it cannot be, which is said: all else works without."""
+    from polykv_proxy.config import MEMORY_STATE
+    from polykv_proxy.engine.local import make_states_folder
+    from polykv_proxy.engine.problem import EngineProblem
+
+    if settings.warm_disk_bytes == 0:
+        return None
+    if settings.state_path == MEMORY_STATE:
+        _say(f"no state is saved on disk: it would lie beside the journal, and --state is {MEMORY_STATE}")
+        return None
+    try:
+        return make_states_folder(Path(settings.state_path))
+    except EngineProblem as problem:
+        _say(f"no state is saved on disk: {problem}")
+        return None
 
 
 def _fresh_log(settings: "Settings", engine_port: int) -> Path:

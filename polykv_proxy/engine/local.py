@@ -1,4 +1,4 @@
-"""The command line of a local llama-server, as ``polykvctl up`` wants it."""
+"""The command line and environment of a local llama-server, as ``polykvctl up`` wants them."""
 
 import contextlib
 import errno
@@ -10,12 +10,13 @@ from pathlib import Path
 from polykv_proxy.engine.problem import EngineProblem
 
 LOOPBACK = "127.0.0.1"
+MIB = 1 << 20
 _TRIES = 20
 
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """Sizes of one engine: slots, cells of the cache (shared by all), pools, tokens per batch."""
+    """Sizes of one engine: slots, cells of the cache (shared by all), pools, tokens per batch, and of saved states."""
 
     binary: Path
     model: Path
@@ -26,6 +27,9 @@ class EngineOptions:
     n_batch: int = 256
     tps_window_tokens: int = 128
     tps_window_ms: int = 2000
+    save_ram_bytes: int = 2 << 30
+    save_disk_bytes: int = 0
+    save_path: Path | None = None
     more: Sequence[str] = ()
 
 
@@ -44,6 +48,40 @@ def engine_command(options: EngineOptions) -> list[str]:
         command += ["--polykv-tps-window-tokens", str(options.tps_window_tokens)]
         command += ["--polykv-tps-window-ms", str(options.tps_window_ms)]
     return [*command, *options.more]
+
+
+def engine_environment(options: EngineOptions) -> dict[str, str]:
+    """Where saved states go, in whole MiB, rounded down. An older engine has no flags for it and would refuse to start.
+
+    A variable that it does not know it ignores; a flag in ``more`` beats it.
+    """
+    if options.n_max_pools == 0:
+        return {}
+    disk_bytes = options.save_disk_bytes if options.save_path is not None else 0
+    environment = {
+        "LLAMA_ARG_POLYKV_SAVE_RAM": str(options.save_ram_bytes // MIB),
+        "LLAMA_ARG_POLYKV_SAVE_DISK": str(disk_bytes // MIB),
+    }
+    if options.save_path is not None:
+        environment["LLAMA_ARG_POLYKV_SAVE_PATH"] = str(options.save_path)
+    return environment
+
+
+def make_states_folder(journal: Path) -> Path:
+    """A folder beside the journal for the engine's files of saved states; they hold prompts, so only we may enter.
+
+    Raises:  EngineProblem
+    """
+    folder = journal.with_name(f"{journal.name}.states").absolute()
+    try:
+        if journal.exists() and not journal.is_file():
+            raise EngineProblem(f"{journal} is no file, so there is no folder beside it for saved states")
+        folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        folder.mkdir(exist_ok=True, mode=0o700)
+        folder.chmod(0o700)
+    except OSError as error:
+        raise EngineProblem(f"{folder} cannot be made ({error.strerror})") from error
+    return folder
 
 
 def choose_port(*hosts: str, wanted: int, flag: str) -> int:

@@ -20,15 +20,21 @@ pytestmark = pytest.mark.engine
 
 POLYKVCTL = [sys.executable, "-m", "polykv_proxy.cli"]
 READY_WITHIN_S = 60
+MIB = 1 << 20
 
 
 @contextmanager
-def up(tmp_path: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
-    """A running ``up --json`` on free ports, with its one line; ended hard if the test left it running."""
+def up(
+    tmp_path: Path, *arguments: str, keep: tuple[str, ...] = ()
+) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
+    """A running ``up --json`` on free ports, with its one line; ended hard if the test left it running.
+
+    ``keep``: settings of the environment that it gets.
+    """
     command = [*POLYKVCTL, "up", "--json", "--port", "0", "--engine-port", "0", "--ctx", "2048"]
     command += ["--state", str(tmp_path / "pools.db"), *arguments]
     with (tmp_path / "stderr").open("w") as errors:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment())
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment(*keep))
     try:
         assert process.stdout is not None
         line = process.stdout.readline()
@@ -41,10 +47,10 @@ def up(tmp_path: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str],
             process.stdout.close()
 
 
-def environment() -> dict[str, str]:
+def environment(*keep: str) -> dict[str, str]:
     """Ours without settings of the person who runs the tests; ``POLYKV_TEST_ENGINE`` names a binary instead of ours."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("POLYKV_")}
-    for ours in ("POLYKV_CACHE", "POLYKV_CMAKE_ARGS"):
+    for ours in ("POLYKV_CACHE", "POLYKV_CMAKE_ARGS", *keep):
         kept |= {ours: os.environ[ours]} if ours in os.environ else {}
     if engine := os.environ.get("POLYKV_TEST_ENGINE"):
         kept["POLYKV_ENGINE"] = engine
@@ -163,6 +169,30 @@ def test_more_arguments_reach_the_engine(tmp_path: Path) -> None:
     with up(tmp_path, "--parallel", "2", "--", "--alias", "named-by-us") as (_, facts):
         assert get(f"{facts['engine']}/v1/models")["data"][0]["id"] == "named-by-us"
         assert get(f"{facts['engine']}/props")["total_slots"] == 2
+
+
+def test_budgets_of_saved_states_and_their_folder_reach_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("POLYKV_WARM_RAM_BYTES", str(3 * MIB + 5))
+    monkeypatch.setenv("POLYKV_WARM_DISK_BYTES", str(4 * MIB))
+    folder = tmp_path / "pools.db.states"
+    with up(tmp_path, keep=("POLYKV_WARM_RAM_BYTES", "POLYKV_WARM_DISK_BYTES")) as (_, facts):
+        saved = get(f"{facts['engine']}/polykv/engine/stats")["saved"]
+        assert (saved["ram"]["max"], saved["disk"]) == (3 * MIB, {"bytes": 0, "max": 4 * MIB, "why_off": ""})
+        assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_without_a_journal_nothing_is_saved_on_disk_and_flags_win(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("POLYKV_WARM_DISK_BYTES", str(4 * MIB))
+    arguments = ("--state", ":memory:", "--", "--polykv-save-ram", "7")
+    with up(tmp_path, *arguments, keep=("POLYKV_WARM_DISK_BYTES",)) as (_, facts):
+        saved = get(f"{facts['engine']}/polykv/engine/stats")["saved"]
+        assert (saved["ram"]["max"], saved["disk"]["max"]) == (7 * MIB, 0)
+    said = "no state is saved on disk: it would lie beside the journal, and --state is :memory:"
+    assert said in (tmp_path / "stderr").read_text()
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere 127.0.0.1 is the only loopback address")

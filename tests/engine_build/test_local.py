@@ -1,13 +1,20 @@
-"""Ports of what ``polykvctl`` starts on this machine."""
+"""What ``polykvctl`` starts on this machine: its ports, its environment, its folder."""
 
 import contextlib
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from polykv_proxy.engine import local
-from polykv_proxy.engine.local import choose_port
+from polykv_proxy.engine.local import (
+    EngineOptions,
+    choose_port,
+    engine_command,
+    engine_environment,
+    make_states_folder,
+)
 from polykv_proxy.engine.problem import EngineProblem
 
 HERE, THERE = "127.0.0.1", "127.0.0.2"
@@ -68,3 +75,43 @@ def test_all_of_both_families_share_a_port() -> None:
     except OSError:
         pytest.skip("no IPv6 here")
     assert choose_port("::", "0.0.0.0", wanted=0, flag="--port") > 0
+
+
+def options(**fields: object) -> EngineOptions:
+    return EngineOptions(binary=Path("llama-server"), model=Path("m.gguf"), port=1, **fields)
+
+
+def test_budgets_of_saved_states_are_whole_mib_rounded_down() -> None:
+    given = options(save_ram_bytes=(3 << 20) + (1 << 19), save_disk_bytes=(5 << 20) - 1, save_path=Path("/x/states"))
+    assert engine_environment(given) == {
+        "LLAMA_ARG_POLYKV_SAVE_RAM": "3",
+        "LLAMA_ARG_POLYKV_SAVE_DISK": "4",
+        "LLAMA_ARG_POLYKV_SAVE_PATH": "/x/states",
+    }
+    assert not [flag for flag in engine_command(given) if "save" in flag]  # an older engine would not start
+
+
+def test_no_budget_is_said_and_no_folder_is_no_disk() -> None:
+    """The engine's own default is not none."""
+    assert engine_environment(options(save_ram_bytes=0, save_disk_bytes=1 << 30)) == {
+        "LLAMA_ARG_POLYKV_SAVE_RAM": "0",
+        "LLAMA_ARG_POLYKV_SAVE_DISK": "0",
+    }
+    assert engine_environment(options(n_max_pools=0)) == {}
+
+
+def test_the_folder_of_saved_states_is_beside_the_journal_and_ours_alone(tmp_path: Path) -> None:
+    journal = tmp_path / "new" / "pools.db"
+    folder = make_states_folder(journal)
+    assert (folder, folder.stat().st_mode & 0o777) == (tmp_path / "new" / "pools.db.states", 0o700)
+    folder.chmod(0o755)
+    assert make_states_folder(journal).stat().st_mode & 0o777 == 0o700
+
+
+def test_no_folder_beside_what_is_no_journal_or_in_its_place(tmp_path: Path) -> None:
+    with pytest.raises(EngineProblem, match="is no file"):
+        make_states_folder(tmp_path)
+    (tmp_path / "pools.db.states").write_text("somebody's")
+    with pytest.raises(EngineProblem, match=r"pools.db.states cannot be made \(File exists\)"):
+        make_states_folder(tmp_path / "pools.db")
+    assert (tmp_path / "pools.db.states").read_text() == "somebody's"
