@@ -2,14 +2,16 @@
 
 Pure: every method takes ``now_s`` (monotonic). Three windows, each counted from the end of the last turn: *live*
 (``gap_s``: holds its slot and its place in forecasts), *open* (``idle_s``, or ``anonymous_idle_s`` for one that the
-client did not name: its books are kept), *known* (``known_s``: only the name is kept, so that it can come back).
+client did not name: its books are kept), *known* (``known_s``: only the name is kept, so that it can come back). One
+that the client did not name stays open like one that it named while the engine keeps its state (``saved``): it is only
+recognised as long as it is open.
 
 Soft state by design: a session that is forgotten attaches again and prefills its own suffix.
 """
 
 import secrets
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -52,7 +54,29 @@ class Session:
     ttft_ms: float | None = None
     tps: float | None = None
     mark: Mark | None = None
+    continues: bool = False
+    """Its last prompt held answers: it goes on with something, and may go on further."""
+    held_n_tokens: int | None = None
+    """What its slot should hold since its last turn; None when that did not say, or something else happened to it."""
+    held_s: float = float("-inf")
+    n_sent: int = 0
+    saved_at: int | None = None
+    """How many turns had been sent when its state was saved; None: the engine keeps none, as far as is known."""
     turns: "dict[int, Turn]" = field(default_factory=dict)
+
+    @property
+    def saved(self) -> bool:
+        return self.saved_at is not None
+
+    @property
+    def is_sent(self) -> bool:
+        """The engine is at one of its turns."""
+        return any(turn.sent_s is not None for turn in self.turns.values())
+
+    @property
+    def may_return(self) -> bool:
+        """Whether it is worth keeping what it said: most prompts of clients that name no session are all there is."""
+        return self.named or self.continues or self.n_turns > 1
 
     @property
     def running_in(self) -> PoolId | None:
@@ -84,6 +108,7 @@ class Turn:
     def sent(self, now_s: float, slot_id: SlotId | None, pool_id: PoolId | None = None) -> None:
         """The engine has it from here on. ``pool_id``: what it attaches to; the session moves when it is accepted."""
         self.state, self.sent_s, self.slot_id, self.pool_id = "prefilling", now_s, slot_id, pool_id
+        self.session.n_sent += 1
         if slot_id is not None:
             self.session.slot_id = slot_id
 
@@ -101,6 +126,8 @@ class SessionBook:
     max_known: int = 100_000
     run: str = field(default_factory=lambda: secrets.token_hex(4))
     """Of this start of the proxy: names made up by an earlier one must not come up again."""
+    on_forgotten: Callable[[Session], None] = lambda _: None
+    """Called with a session of which nothing is known any more, not even its name."""
     _sessions: dict[SessionId, Session] = field(default_factory=dict)
     _marks: dict[Mark, list[SessionId]] = field(default_factory=lambda: defaultdict(list))
     _text_lengths: dict[int, int] = field(default_factory=lambda: defaultdict(int))
@@ -130,11 +157,11 @@ class SessionBook:
         if session is None:
             session = Session(session_id, True, now_s, now_s, parent=parent)
             self._sessions[session_id] = session
-            self._park(session)
+            self._rest(session)
         elif session.closed:
-            self._unpark(session)
+            self._rouse(session)
             session.closed = False
-            self._park(session)
+            self._rest(session)
         return session
 
     def recognise(self, conversation: Conversation | None, now_s: float) -> Session | None:
@@ -159,12 +186,12 @@ class SessionBook:
         self._n_made += 1
         session = Session(SessionId(f"anon-{self.run}-{self._n_made}"), False, now_s, now_s)
         self._sessions[session.session_id] = session
-        self._park(session)
+        self._rest(session)
         return session
 
     def begin(self, session: Session, now_s: float) -> Turn:
         if not session.turns:
-            self._unpark(session)
+            self._rouse(session)
         self._n_turns += 1
         turn = Turn(self._n_turns, session, now_s)
         session.turns[turn.turn_id] = turn
@@ -179,6 +206,8 @@ class SessionBook:
         if session.turns.pop(turn.turn_id, None) is None:
             return
         session.last_s = now_s
+        if turn.sent_s is not None:
+            session.held_n_tokens, session.held_s = usage.ctx_used, now_s
         if usage.ctx_used is not None:
             session.ctx_used = usage.ctx_used
         if usage.tps is not None:
@@ -186,8 +215,10 @@ class SessionBook:
         session.n_decoded += usage.predicted_n or 0
         if self._sessions.get(session.session_id) is not session:
             return  # dropped meanwhile
+        if said is not None:
+            session.continues = not said.is_text and said.has_answers
         if not session.turns:
-            self._park(session)
+            self._rest(session)
         mark = said.mark() if said is not None and not session.named else None
         if mark is not None:
             session.mark = mark
@@ -200,12 +231,21 @@ class SessionBook:
         if session is not None:
             session.slot_id = None
 
+    def set_saved(self, session: Session, n_sent: int | None) -> None:
+        """The engine keeps its state as it was after so many turns; None: it does not keep any."""
+        waits = not session.named and not session.turns and self._sessions.get(session.session_id) is session
+        if waits:
+            self._rouse(session)
+        session.saved_at = n_sent
+        if waits:
+            self._rest(session)
+
     def is_live(self, session_id: SessionId, now_s: float) -> bool:
         session = self._sessions.get(session_id)
         return session is not None and (bool(session.turns) or now_s - session.last_s <= self.gap_s)
 
     def is_open(self, session: Session, now_s: float) -> bool:
-        idle_s = self.idle_s if session.named else self.anonymous_idle_s
+        idle_s = self.idle_s if session.named or session.saved else self.anonymous_idle_s
         return not session.closed and (bool(session.turns) or now_s - session.last_s <= idle_s)
 
     def live_in(self, pool_id: PoolId, now_s: float) -> list[Session]:
@@ -225,8 +265,9 @@ class SessionBook:
         """DELETE: nothing is known of it any more. A running turn ends by itself."""
         session = self._sessions.pop(session_id, None)
         if session is not None:
-            self._unpark(session)
+            self._rouse(session)
             self._forget_mark(session)
+            self.on_forgotten(session)
         return session
 
     def sweep(self, now_s: float) -> list[SessionId]:
@@ -237,28 +278,32 @@ class SessionBook:
                 closed.append(session.session_id)
                 self._close(session)
         for session in _due(self._idle_closed, now_s - self.known_s):
-            del self._sessions[session.session_id]
+            self._forget(session)
         while self._idle_closed and len(self._sessions) > self.max_known:
-            session_id, _ = self._idle_closed.popitem(last=False)
-            del self._sessions[session_id]
+            _, session = self._idle_closed.popitem(last=False)
+            self._forget(session)
         return closed
+
+    def _forget(self, session: Session) -> None:
+        del self._sessions[session.session_id]
+        self.on_forgotten(session)
 
     def _close(self, session: Session) -> None:
         """Of one that the client did not name nothing is left; of another its name."""
         self._forget_mark(session)
         session.closed, session.slot_id, session.pool_id = True, None, None
-        session.ctx_used = session.tps = session.ttft_ms = None
+        session.ctx_used = session.held_n_tokens = session.tps = session.ttft_ms = None
         if session.named:
             self._idle_closed[session.session_id] = session
         else:
-            del self._sessions[session.session_id]
+            self._forget(session)
 
-    def _park(self, session: Session) -> None:
+    def _rest(self, session: Session) -> None:
         """It has nothing running now: last in line to be closed."""
-        line = self._idle_named if session.named else self._idle_anonymous
+        line = self._idle_named if session.named or session.saved else self._idle_anonymous
         line[session.session_id] = session
 
-    def _unpark(self, session: Session) -> None:
+    def _rouse(self, session: Session) -> None:
         for line in (self._idle_named, self._idle_anonymous, self._idle_closed):
             if line.pop(session.session_id, None) is not None:
                 return

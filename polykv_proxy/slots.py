@@ -6,8 +6,8 @@ Pure: a question or a fact goes in, grants come out; waiting is the caller's bus
    slot, a request would block the engine's queue behind it.
 2. Strictly in order of arrival. A request for n choices waits until n slots are free, and nobody overtakes it.
 3. Which free slot: the session's own; else, of those that no live session owns, the one whose last conversation
-   this one begins with (longest first), else the longest unused; else the longest unused of all. The owner of a
-   slot taken that way is displaced, and named.
+   this one begins with (longest first), else one that nobody owns, else the longest unused; else the longest unused of
+   all. The owner of a slot taken that way is displaced, and named.
 4. Further slots of one request are the lowest free ones: the engine itself picks them that way.
 """
 
@@ -29,12 +29,22 @@ class Ticket(NamedTuple):
     conversation: Conversation | None = None
 
 
+class Displaced(NamedTuple):
+    """A session, and the slot that was its own."""
+
+    session: SessionId
+    slot_id: SlotId
+
+
 class Grant(NamedTuple):
-    """``slots[0]`` is the one to name to the engine. ``displaced``: sessions that lost their slot by this."""
+    """``slots[0]`` is the one to name to the engine. ``displaced``: sessions that lost their slot by this. ``own``: it
+    was the session's own before, or holds what its conversation begins with.
+    """
 
     ticket: Ticket
     slots: tuple[SlotId, ...]
-    displaced: tuple[SessionId, ...] = ()
+    displaced: tuple[Displaced, ...] = ()
+    own: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -46,6 +56,11 @@ class _Slot:
     used_s: float = 0.0
     n_outside: int = 0
     engine_busy: bool = False
+    reserved: bool = False
+
+    @property
+    def free(self) -> bool:
+        return self.ticket_id is None and not (self.n_outside or self.engine_busy or self.reserved)
 
 
 @dataclass(slots=True)
@@ -124,11 +139,18 @@ class SlotBook:
                 slot.mark = mark
         return self._pump(now_s)
 
-    def occupy(self, slot_id: SlotId) -> None:
-        """A request that names its slot itself runs there: honoured, and kept out of everybody's way."""
-        if 0 <= slot_id < len(self._slots):
-            self._slots[slot_id].n_outside += 1
-            self._slots[slot_id].owner = self._slots[slot_id].mark = None
+    def occupy(self, slot_id: SlotId) -> tuple[Displaced, ...]:
+        """A request that names its slot itself runs there: honoured, and kept out of everybody's way.
+
+        Gives whose conversation rests there, to be displaced.
+        """
+        if not 0 <= slot_id < len(self._slots):
+            return ()
+        slot = self._slots[slot_id]
+        displaced = (Displaced(slot.owner, slot_id),) if slot.free and slot.owner is not None else ()
+        slot.n_outside += 1
+        slot.owner = slot.mark = None
+        return displaced
 
     def vacate(self, slot_id: SlotId, now_s: float, *, unsure: bool = False) -> list[Grant]:
         if 0 <= slot_id < len(self._slots) and self._slots[slot_id].n_outside:
@@ -140,6 +162,26 @@ class SlotBook:
         """What the engine says right now. Slots in use here are known better."""
         for slot in self._slots:
             slot.engine_busy = slot.ticket_id is None and not slot.n_outside and slot.slot_id in busy
+        return self._pump(now_s)
+
+    def resting(self) -> list[tuple[SlotId, SessionId | None]]:
+        """Free slots and who owns them, the longest unused first."""
+        return [(s.slot_id, s.owner) for s in sorted(self._slots, key=lambda slot: slot.used_s) if s.free]
+
+    def reserve(self, slot_id: SlotId) -> bool:
+        """Keep a free slot out of everybody's way while something is done with what it holds; False: it is not free."""
+        if not 0 <= slot_id < len(self._slots) or not self._slots[slot_id].free:
+            return False
+        self._slots[slot_id].reserved = True
+        return True
+
+    def unreserve(self, slot_id: SlotId, now_s: float, *, emptied: bool) -> list[Grant]:
+        """``emptied``: it is nobody's now."""
+        if 0 <= slot_id < len(self._slots) and self._slots[slot_id].reserved:
+            slot = self._slots[slot_id]
+            slot.reserved = False
+            if emptied:
+                slot.owner = slot.mark = None
         return self._pump(now_s)
 
     def forget(self, sessions: Iterable[SessionId]) -> None:
@@ -162,16 +204,16 @@ class SlotBook:
 
     def _free_for(self, ticket: Ticket) -> list[_Slot]:
         """The free slots, if they are enough."""
-        free = [s for s in self._slots if s.ticket_id is None and not s.n_outside and not s.engine_busy]
+        free = [s for s in self._slots if s.free]
         return free if len(free) >= min(ticket.n, len(self._slots)) else []
 
     def _grant(self, ticket: Ticket, free: list[_Slot], now_s: float) -> Grant:
         first, session = self._choose(ticket, free, now_s), ticket.session
         chosen = [first] if ticket.n <= 1 else [first, *[s for s in free if s is not first]][: ticket.n]
-        displaced = []
+        displaced, own = [], self._is_own(first, ticket)
         for slot in chosen:
             if slot.owner is not None and slot.owner != session:
-                displaced.append(slot.owner)
+                displaced.append(Displaced(slot.owner, slot.slot_id))
             slot.owner = session if slot is first else None
             slot.mark, slot.ticket_id = None, ticket.ticket_id
         if session is not None:
@@ -179,13 +221,18 @@ class SlotBook:
                 if slot.ticket_id is None and slot.owner == session:
                     # It moved, its slot was closed when it asked: an idle session owns one slot.
                     slot.owner = None
-        grant = Grant(ticket, tuple([s.slot_id for s in chosen]), tuple(displaced))
+        grant = Grant(ticket, tuple([s.slot_id for s in chosen]), tuple(displaced), own)
         self._held[ticket.ticket_id] = grant
         return grant
 
+    def _is_own(self, slot: _Slot, ticket: Ticket) -> bool:
+        if slot.owner is not None:
+            return slot.owner == ticket.session
+        return slot.mark is not None and ticket.conversation is not None and ticket.conversation.covers(slot.mark)
+
     def _choose(self, ticket: Ticket, free: list[_Slot], now_s: float) -> _Slot:
         session, said, is_live = ticket.session, ticket.conversation, self.is_live
-        best, best_fitness = free[0], (True, 0, float("inf"))
+        best, best_fitness = free[0], (True, 0, True, float("inf"))
         for slot in free:
             owner = slot.owner
             if owner is not None and owner == session:
@@ -194,7 +241,7 @@ class SlotBook:
             fits = 0
             if not live and slot.mark is not None and said is not None and said.covers(slot.mark):
                 fits = slot.mark.length
-            fitness = (live, -fits, slot.used_s)
+            fitness = (live, -fits, owner is not None, slot.used_s)
             if fitness < best_fitness:
                 best, best_fitness = slot, fitness
         return best

@@ -20,6 +20,7 @@ from polykv_proxy.control.dry_run import DryRun
 from polykv_proxy.control.keeping import Keeping
 from polykv_proxy.control.lease import TTL_S, Lease
 from polykv_proxy.control.orders import AttachPlan, AttachRequest, CreatePool, ForkPool, Outcome
+from polykv_proxy.control.parking import Parking
 from polykv_proxy.control.pools import PoolWork
 from polykv_proxy.control.readings import Readings, take_readings
 from polykv_proxy.control.residency import Residency
@@ -101,6 +102,19 @@ class Control:
             self.tree, self.engine, self.watch, self.room, lambda: self.lease.held, saved=self.saved
         )
         self.lease = Lease(self.engine, on_lost=self.residency.lease_lost, ttl_s=lease_ttl_s)
+        self.parking = Parking(
+            engine=self.engine,
+            saved=self.saved,
+            sessions=self.sessions,
+            slots=self.slots,
+            watch=self.watch,
+            ledger=self.residency.ledger,
+            room=self.room,
+            may_change=lambda: self.owns_engine,
+            deliver=self._deliver,
+            clock=clock,
+            after_s=settings.warm_after_s,
+        )
         self.comparer = Comparer(
             tree=self.tree,
             sessions=self.sessions,
@@ -212,6 +226,7 @@ class Control:
         for task in self._working:
             task.cancel()
         await asyncio.gather(*self._working, return_exceptions=True)
+        await self.parking.stop()
         await self.watch.stop()
         await self.restorer.stop()
         await self.attach.stop()
@@ -398,7 +413,9 @@ class Control:
     def _resize_slots(self, n_slots: int) -> None:
         if self.deliver_grants is None and self.slots.n_waiting:
             return  # nobody could be told whom a slot was granted; the book stays as it is
-        grants = self.slots.resize(n_slots, self.clock())
+        self._deliver(self.slots.resize(n_slots, self.clock()))
+
+    def _deliver(self, grants: list[Grant]) -> None:
         if self.deliver_grants is not None and grants:
             self.deliver_grants(grants)
 
@@ -421,6 +438,7 @@ class Control:
         await self.room.relieve()
         if self.owns_engine:
             self.restorer.bring_back()
+            self.parking.tend()
 
     async def _in_own_task(self, work: Coroutine[Any, Any, Made]) -> Made:
         """Let it finish whatever happens to the caller."""

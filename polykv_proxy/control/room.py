@@ -190,6 +190,17 @@ class Room(Promises):
                 stats = await self._watch.refresh()
             return True
 
+    def n_needed(self) -> int | None:
+        """Cells that should be free when this request goes out, unless idle slots are to be purged for it: its own, the
+        beginning of its answer, and what others will take before the stats show it. None: it was not counted.
+        """
+        own, stats = self._promises.get(this_task()), self._watch.stats
+        if own is None or not own.counted or stats is None or self.n_total is None:
+            return None
+        running = _running(stats)
+        promised = sum(p.n_cells for task, p in self._live() if not self._arrived(task, p, running))
+        return own.n_cells + FIRST_CELLS + promised + sum(_still_to_come(slot) for slot in stats.slots)
+
     async def wait_for(self, options: Callable[[], Sequence[int]], n_first: int = 0, n_more: int = 0) -> int:
         """Wait until one of these numbers of cells fits, and give its place in the list; the first one is preferred.
 

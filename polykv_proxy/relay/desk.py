@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Collection
 from polykv_proxy.conversation import Conversation
 from polykv_proxy.errors import PolyKVError, UpstreamError
 from polykv_proxy.ids import SessionId, SlotId
-from polykv_proxy.slots import Grant, SlotBook, Ticket
+from polykv_proxy.slots import Displaced, Grant, SlotBook, Ticket
 
 LOOK_MIN_S, LOOK_MAX_S = 0.03, 1.3
 """Pauses between looks. An engine without our patch of its result queue notices that the client of a reply in one piece
@@ -73,8 +73,8 @@ class SlotDesk:
         self.deliver(self.book.release(grant.ticket.ticket_id, self._clock(), unsure=unsure))
         self._look_if_needed()
 
-    def occupy(self, slot_id: SlotId) -> None:
-        self.book.occupy(slot_id)
+    def occupy(self, slot_id: SlotId) -> tuple[Displaced, ...]:
+        return self.book.occupy(slot_id)
 
     def vacate(self, slot_id: SlotId, *, unsure: bool = False) -> None:
         self.deliver(self.book.vacate(slot_id, self._clock(), unsure=unsure))

@@ -2,6 +2,7 @@
 
     decide who and what   session by name, by agent headers or recognised; pool and cells by control
     wait for a slot       first come first served; the session's own first. Who had to wait is decided anew
+    make it ready         what another session left there is saved, what this one said before is loaded
     send                  the rewritten bytes, once
     relay                 every byte when it comes; our object goes into the last one that can carry it
     settle                books of pool and session, from what the reply said about itself
@@ -31,7 +32,7 @@ from polykv_proxy.relay.rewrite import rewrite
 from polykv_proxy.relay.sse import SseReader
 from polykv_proxy.relay.usage import add_whole, rate_in
 from polykv_proxy.sessions import Session, SessionBook, Usage
-from polykv_proxy.slots import Grant
+from polykv_proxy.slots import Displaced, Grant
 from polykv_proxy.upstream import UpstreamResponse
 
 log = logging.getLogger("polykv.relay")
@@ -68,6 +69,8 @@ class TurnRelay:
         self._sent = False
         self._status: int | None = None
         self._slot_id: SlotId | None = None
+        self._left: list[Displaced] = []
+        self._preparing: asyncio.Task[None] | None = None
 
     async def run(self, request_id: str, *, look_first: bool) -> web.StreamResponse:
         call, now_s = self._call, self._clock()
@@ -81,6 +84,7 @@ class TurnRelay:
             await self._decide(session)
             grant = await self._take_slot(session, said, look_first)
             try:
+                await self._make_ready(session, grant)
                 return await self._send(request_id, grant, usage)
             finally:
                 self._give_back(grant)
@@ -94,6 +98,7 @@ class TurnRelay:
             self._books.end(self._turn, usage, self._clock(), said=answered)
             if unheard_of and self._status != 200 and self._books.get(session.session_id) is session:
                 self._control.drop_session(session.session_id)  # it was told nothing that it could come back to
+            self._control.parking.tend()
 
     # Before the engine has it --------------------------------------------------------------------------------------
 
@@ -137,7 +142,7 @@ class TurnRelay:
             return None
         if call.own_slot is not None:
             self._slot_id = SlotId(call.own_slot % n_slots)
-            self._desk.occupy(self._slot_id)
+            self._left = self._control.parking.leaving(self._desk.occupy(self._slot_id))
             return None
         n = call.n_finals if call.n_choices <= n_slots else 1  # more choices than slots: the engine refuses it
         since_s = self._clock()
@@ -146,8 +151,8 @@ class TurnRelay:
         )
         waited_ms = round((self._clock() - since_s) * 1e3)
         self._receipt.hold_ms += waited_ms
-        for other in grant.displaced:
-            self._books.displaced(other)
+        self._slot_id = grant.slots[0]
+        self._left = self._control.parking.leaving(grant.displaced)
         if waited_ms >= STALE_MS or self._control.room.is_put_off():
             try:
                 await self._decide(session)
@@ -156,7 +161,30 @@ class TurnRelay:
                 raise
         return grant
 
+    async def _make_ready(self, session: Session, grant: Grant | None) -> None:
+        """Nobody's conversation is lost by this request, and its own is back where it goes."""
+        if self._slot_id is None:
+            return
+        since_s = self._clock()
+        self._preparing = self._control.parking.prepare(
+            session,
+            self._slot_id,
+            self._left,
+            self._plan,
+            own=grant is not None and grant.own,
+            reuses=not self._call.incompatible and self._call.n_prompts == 1,
+        )
+        if self._preparing is not None:
+            await asyncio.wait([self._preparing])
+            self._receipt.hold_ms += round((self._clock() - since_s) * 1e3)
+
     def _give_back(self, grant: Grant | None) -> None:
+        if self._preparing is not None and not self._preparing.done():
+            self._preparing.add_done_callback(lambda _: self._let_go(grant))  # the engine is at that slot
+        else:
+            self._let_go(grant)
+
+    def _let_go(self, grant: Grant | None) -> None:
         unsure = self._sent and not self._complete
         if grant is not None:
             self._desk.release(grant, unsure=unsure)
@@ -167,8 +195,6 @@ class TurnRelay:
 
     async def _send(self, request_id: str, grant: Grant | None, usage: Usage) -> web.StreamResponse:
         slot_id = grant.slots[0] if grant is not None else None
-        if grant is not None:
-            self._slot_id = slot_id
         body = rewrite(self._call, self._plan, slot_id)
         self._turn.sent(self._clock(), slot_id, self._plan.pool_id if self._plan is not None else None)
         self._sent = True

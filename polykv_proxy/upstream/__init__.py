@@ -12,6 +12,7 @@ from polykv_proxy.upstream.headers import forwardable
 from polykv_proxy.upstream.wire import (
     CellMap,
     Cells,
+    Cleared,
     DiskError,
     FinishedTask,
     Freed,
@@ -30,6 +31,7 @@ from polykv_proxy.upstream.wire import (
 __all__ = [
     "CellMap",
     "Cells",
+    "Cleared",
     "DiskError",
     "EngineClient",
     "FinishedTask",

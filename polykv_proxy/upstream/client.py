@@ -26,6 +26,7 @@ from polykv_proxy.upstream.errors import FOREIGN, map_client_error, map_hook_ans
 from polykv_proxy.upstream.headers import forwardable, returnable
 from polykv_proxy.upstream.wire import (
     CellMap,
+    Cleared,
     Freed,
     LoadedSlot,
     Materialized,
@@ -342,6 +343,14 @@ class EngineClient:
         """
         op = {"op": "load", "tag": tag, "id_slot": id_slot, "parent_seq": parent_seq, "branch_pos": start}
         return _parse(LoadedSlot, await self._hook("POST", "/pools", orjson.dumps(op), "load", STATE_S), op["op"])
+
+    async def clear_slot(self, id_slot: int) -> Cleared:
+        """Drop what an idle slot holds; what it shares with a pool stays with the pool.
+
+        Raises:  SavingRefused when the slot is busy, SavingUnsupported
+        """
+        op = {"op": "clear", "id_slot": id_slot}
+        return _parse(Cleared, await self._hook("POST", "/pools", orjson.dumps(op), "clear", MUTATE_S), op["op"])
 
     async def forget_saved(self, tag: str) -> None:
         """Forget what is saved under this tag, in memory and on disk. No error when there is nothing.

@@ -71,7 +71,7 @@ def _in_short(exc: BaseException) -> str:
     return type(exc).__name__
 
 
-SAVING = ("save", "load", "forget")
+SAVING = ("save", "load", "forget", "clear")
 """The hooks of saved states: newer than the others, so an engine that has those may lack these."""
 
 _BUILD = "build it with `polykvctl engine build`"

@@ -271,6 +271,15 @@ class LoadedSlot(_Wire):
     t_ms: float | None = None
 
 
+class Cleared(_Wire):
+    """An idle slot that was emptied. ``n_tokens``: what it held; ``n_cells_freed``: what nobody else holds of that."""
+
+    id_slot: int
+    n_tokens: int = 0
+    n_cells_freed: int = 0
+    cells: Cells | None = None
+
+
 class Freed(_Wire):
     seq: int
     n_tokens: int = 0

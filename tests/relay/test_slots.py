@@ -83,10 +83,10 @@ def test_live_sessions_are_displaced_last_and_named() -> None:
     book.release(2, 9)
     c = take(book, 3, "c", 10)
     assert c.slots == b.slots
-    assert c.displaced == ("b",)
+    assert c.displaced == (("b", b.slots[0]),)
     d = take(book, 4, "d", 11)
     assert d.slots == a.slots
-    assert d.displaced == ("a",)
+    assert d.displaced == (("a", a.slots[0]),)
     assert book.slot_of(SessionId("a")) is None
 
 

@@ -1,0 +1,439 @@
+"""More sessions than slots: what a session said is saved when its slot is needed, and nothing is prefilled twice."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import orjson
+import pytest
+import pytest_asyncio
+
+from polykv_proxy.control.saved_books import session_tag
+from polykv_proxy.ids import SessionId, SlotId
+from tests.fake_engine import FakeEngine, Hold, drop, reply
+from tests.relay.conftest import Proxy, ProxyMaker
+from tests.relay.raw import until
+
+COMPLETION, CHAT = "/completion", "/v1/chat/completions"
+SYSTEM = "You are one of many agents. " * 8
+RAM = 1 << 24
+SAVE_BUSY = {"error": {"code": 409, "message": "slot 0 has not started", "type": "polykv_error"}}
+
+
+@pytest_asyncio.fixture
+async def engine() -> AsyncIterator[FakeEngine]:
+    async with FakeEngine(save_ram=RAM) as engine:
+        yield engine
+
+
+class Agent:
+    """A conversation. ``await agent.say("…")`` gives the receipt of the turn."""
+
+    def __init__(self, proxy: Proxy, name: str, *, path: str = COMPLETION, stream: bool = False, **fields: Any):
+        self.proxy, self.name, self.path, self.stream, self.fields = proxy, name, path, stream, fields
+        self.prompt = SYSTEM
+        self.messages: list[dict[str, str]] = [{"role": "system", "content": SYSTEM}]
+        self.n_total = 0
+
+    async def say(self, text: str) -> dict[str, Any]:
+        self.prompt += text
+        self.messages.append({"role": "user", "content": text})
+        said: dict[str, Any] = {"prompt": self.prompt, "n_predict": 8}
+        if self.path == CHAT:
+            said = {"messages": self.messages, "max_tokens": 8}
+        body = said | {"session_id": self.name, "stream": self.stream} | self.fields
+        answer = await self.proxy.client.post(self.path, json=body)
+        assert answer.status_code == 200, answer.text
+        pieces = [orjson.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+        pieces = pieces if self.stream else [answer.json()]
+        content = "".join(self._content(piece) for piece in pieces)
+        self.prompt += content
+        self.messages.append({"role": "assistant", "content": content})
+        (receipt,) = [piece["polykv"] for piece in pieces if "polykv" in piece]
+        return dict(receipt)
+
+    def _content(self, piece: dict[str, Any]) -> str:
+        if self.path == COMPLETION:
+            return str(piece["content"])
+        choices = piece["choices"]
+        part = choices[0].get("delta") or choices[0].get("message") or {} if choices else {}
+        return str(part.get("content") or "")
+
+
+def tag(name: str) -> str:
+    return session_tag(SessionId(name))
+
+
+def went_on(receipt: dict[str, Any], text: str) -> bool:
+    """Only what is new was prefilled."""
+    return receipt["cached_n_tokens"] == receipt["ctx_used"] - 8 - len(text)
+
+
+def started_over(receipt: dict[str, Any]) -> bool:
+    """The slot held at most what all have in common."""
+    return receipt["cached_n_tokens"] < len(SYSTEM) + 16
+
+
+def said(name: str, turn: int) -> str:
+    return f" [{name}, turn {turn}] " + f"{name} says a few more words. " * 4
+
+
+async def fill_slots(proxy: Proxy, n: int = 4) -> None:
+    """Others come and take all the slots."""
+    for i in range(n):
+        await Agent(proxy, f"other-{i}").say(f"other {i} " * 10)
+
+
+# The main thing ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pooled", [False, True])
+@pytest.mark.parametrize("path", [COMPLETION, CHAT])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_twelve_sessions_in_turn_on_four_slots(
+    engine: FakeEngine, proxy: Proxy, pooled: bool, path: str, stream: bool
+) -> None:
+    if pooled:
+        body = {"prompt": SYSTEM, "messages": [{"role": "system", "content": SYSTEM}], "add_generation_prompt": False}
+        await proxy.pool(tokens=engine.template.render(path, body)[0][0])
+    agents = [Agent(proxy, f"agent-{i}", path=path, stream=stream) for i in range(12)]
+    for agent in agents:
+        await agent.say(said(agent.name, 0))
+    assert engine.saved.ram.keys() == {tag(f"agent-{i}") for i in range(8)}
+    for turn in (1, 2):
+        for agent in agents:
+            before = engine.template.render(path, {"prompt": agent.prompt, "messages": agent.messages})[0][0]
+            n_before = engine.n_prompt_cum
+            receipt = await agent.say(said(agent.name, turn))
+            # Of a chat the template closes the last answer anew, which is one token more than was decoded.
+            n_new = engine.n_prompt_cum - n_before
+            assert receipt["cached_n_tokens"] >= len(before) - (0 if path == COMPLETION else 1), (agent.name, turn)
+            assert n_new == receipt["ctx_used"] - 8 - receipt["cached_n_tokens"]
+            assert receipt["miss_reason"] is None or not pooled
+    state = engine.saved.ram[tag("agent-0")]
+    n_pool = len(proxy.control.tree.tokens(1)) if pooled else 0
+    assert state.start == n_pool, "what the pool holds is not saved"
+    assert {slot.n_pool_shared for slot in engine.slots} == {n_pool}
+
+
+async def test_a_state_is_loaded_into_whatever_slot_is_free(engine: FakeEngine, proxy: Proxy) -> None:
+    agent = Agent(proxy, "a")
+    await agent.say(said("a", 0))
+    first = proxy.control.sessions.get(SessionId("a")).slot_id
+    await fill_slots(proxy)
+    hold, busy = Hold(), Agent(proxy, "busy")
+    engine.on(COMPLETION, "prefill", hold)
+    held = asyncio.create_task(busy.say("x" * 50))
+    await hold.reached()
+    receipt = await agent.say(said("a", 1))
+    assert proxy.control.sessions.get(SessionId("a")).slot_id != first
+    assert went_on(receipt, said("a", 1))
+    hold.release()
+    await held
+
+
+async def test_books_of_cells_follow(engine: FakeEngine, proxy: Proxy) -> None:
+    await proxy.pool(tokens=engine.template.tokenizer.encode(SYSTEM))
+    agents = [Agent(proxy, f"agent-{i}") for i in range(6)]
+    for turn in range(3):
+        for agent in agents:
+            await agent.say(said(agent.name, turn))
+            await proxy.control.refresh()
+            accounts = proxy.control.residency.ledger.accounts()
+            proxy.control.residency.ledger.sync()
+            accounts = proxy.control.residency.ledger.accounts()
+            own = sum(proxy.control.residency.ledger.holds(SlotId(i))[1] for i in range(4))
+            assert sum(accounts.own_cells.values()) + own == engine.cache.used()
+
+
+# Who is saved --------------------------------------------------------------------------------------------------------
+
+
+async def test_one_question_of_a_client_without_a_name_is_not_kept(engine: FakeEngine, proxy: Proxy) -> None:
+    for i in range(9):
+        await proxy.chat(f"question {i} " * 20)
+    assert not engine.saved.ram
+    assert not [r for r in engine.received if b'"save"' in r.body]
+
+
+async def test_a_conversation_of_a_client_without_a_name_is_kept_and_recognised(
+    engine: FakeEngine, proxy: Proxy
+) -> None:
+    await proxy.pool(tokens=[1, 2, 3])  # so that replies carry the receipt
+    messages = [{"role": "user", "content": "tell me " * 20}]
+    for turn in range(3):
+        if turn == 2:
+            await fill_slots(proxy)
+        n_before = engine.n_prompt_cum
+        answer = (await proxy.client.post(CHAT, json={"messages": messages, "max_tokens": 8})).json()
+        messages.append(answer["choices"][0]["message"])
+        messages.append({"role": "user", "content": "go on " * 10})
+    assert engine.n_prompt_cum - n_before < 120
+    (session,) = [s for s in proxy.control.sessions if not s.named]
+    assert session.n_turns == 3
+    assert tag(session.session_id) in engine.saved.ram
+
+
+async def test_what_is_short_is_prefilled(engine: FakeEngine, proxy: Proxy) -> None:
+    await proxy.pool(tokens=engine.template.tokenizer.encode(SYSTEM))
+    agent = Agent(proxy, "a")
+    await agent.say("hm")
+    await fill_slots(proxy)
+    assert tag("a") not in engine.saved.ram
+
+
+async def test_a_slot_that_somebody_else_overwrote_is_not_saved(engine: FakeEngine, proxy: Proxy) -> None:
+    agent = Agent(proxy, "a")
+    await agent.say(said("a", 0))
+    slot_id = proxy.control.sessions.get(SessionId("a")).slot_id
+    direct = {"prompt": "z" * 700, "id_slot": slot_id, "n_predict": 3}
+    assert (await proxy.client.post(engine.url + COMPLETION, json=direct)).status_code == 200
+    await fill_slots(proxy)
+    assert tag("a") not in engine.saved.ram
+
+
+async def test_a_client_that_chooses_its_slot_displaces_too(engine: FakeEngine, proxy: Proxy) -> None:
+    agent = Agent(proxy, "a")
+    await agent.say(said("a", 0))
+    slot_id = proxy.control.sessions.get(SessionId("a")).slot_id
+    assert (await proxy.client.post(COMPLETION, json={"prompt": "mine", "id_slot": slot_id})).status_code == 200
+    receipt = await agent.say(said("a", 1))
+    assert went_on(receipt, said("a", 1))
+
+
+async def test_a_request_that_may_not_reuse_gets_no_state(engine: FakeEngine, proxy: Proxy) -> None:
+    agent = Agent(proxy, "a", cache_prompt=False)
+    await agent.say(said("a", 0))
+    await fill_slots(proxy)
+    assert tag("a") in engine.saved.ram
+    receipt = await agent.say(said("a", 1))
+    assert (receipt["cached_n_tokens"], engine.saved.n_loaded) == (0, 0)
+
+
+async def test_a_session_in_its_own_slot_is_left_there(engine: FakeEngine, proxy: Proxy) -> None:
+    agent = Agent(proxy, "a")
+    for turn in range(3):
+        await agent.say(said("a", turn))
+    assert engine.saved.n_loaded == 0
+    assert not [r for r in engine.received if b'"op"' in r.body and (b"save" in r.body or b"load" in r.body)]
+
+
+@pytest.mark.parametrize("settings", [{"warm_after_s": 0}, {"warm_ram_bytes": 0}])
+async def test_switched_off_nothing_is_saved(
+    engine: FakeEngine, make_proxy: ProxyMaker, settings: dict[str, Any]
+) -> None:
+    async with make_proxy(engine.url, **settings) as proxy:
+        agent = Agent(proxy, "a")
+        await agent.say(said("a", 0))
+        await fill_slots(proxy)
+        assert not engine.saved.ram
+        assert started_over(await agent.say(said("a", 1)))
+
+
+# What goes wrong -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("phase", ["request", "reply"])
+@pytest.mark.parametrize("accident", [drop(), reply(409, SAVE_BUSY), reply(500, {}), reply(507, {})])
+async def test_a_save_that_fails_costs_nobody_an_answer(
+    engine: FakeEngine, proxy: Proxy, phase: str, accident: Any
+) -> None:
+    agent = Agent(proxy, "a")
+    await agent.say(said("a", 0))
+    engine.on("save", phase, accident, times=None)
+    await fill_slots(proxy)
+    receipt = await agent.say(said("a", 1))
+    assert went_on(receipt, said("a", 1)) or started_over(receipt)
+    assert proxy.at_rest() == dict.fromkeys(proxy.at_rest(), 0)
+
+
+@pytest.mark.parametrize("phase", ["request", "reply"])
+@pytest.mark.parametrize("status", [0, 400, 409, 410, 500, 501, 503, 507])
+async def test_a_load_that_fails_is_a_prefill(engine: FakeEngine, proxy: Proxy, phase: str, status: int) -> None:
+    agent = Agent(proxy, "a")
+    await agent.say(said("a", 0))
+    await fill_slots(proxy)
+    error = {"error": {"code": status, "message": "no", "type": "polykv_error", "need": 9, "free": 1}}
+    engine.on("load", phase, reply(status, error) if status else drop(), times=None)
+    receipt = await agent.say(said("a", 1))
+    assert went_on(receipt, said("a", 1)) or started_over(receipt)
+    assert proxy.at_rest() == dict.fromkeys(proxy.at_rest(), 0)
+    receipt = await agent.say(said("a", 2))
+    assert went_on(receipt, said("a", 2))
+
+
+async def test_a_state_behind_a_pool_that_is_gone_is_a_prefill(engine: FakeEngine, proxy: Proxy) -> None:
+    pool = await proxy.pool(tokens=engine.template.tokenizer.encode(SYSTEM))
+    agent = Agent(proxy, "a")
+    await agent.say(said("a", 0))
+    await fill_slots(proxy)
+    await proxy.control.release_pool(pool["pool_id"])
+    assert started_over(await agent.say(said("a", 1)))
+
+
+async def test_an_engine_that_forgot_everything_prefills(engine: FakeEngine, proxy: Proxy) -> None:
+    agent = Agent(proxy, "a")
+    await agent.say(said("a", 0))
+    await fill_slots(proxy)
+    await engine.restart()
+    await proxy.control.refresh()
+    assert started_over(await agent.say(said("a", 1)))
+    await fill_slots(proxy)
+    receipt = await agent.say(said("a", 2))
+    assert went_on(receipt, said("a", 2))
+
+
+@pytest.mark.parametrize("pooled", [False, True])
+async def test_states_on_disk_outlive_a_killed_engine(make_proxy: ProxyMaker, pooled: bool) -> None:
+    async with (
+        FakeEngine(save_ram=RAM, save_disk=RAM) as engine,
+        make_proxy(engine.url, warm_disk_bytes=RAM) as proxy,
+    ):
+        if pooled:
+            await proxy.pool(tokens=engine.template.tokenizer.encode(SYSTEM))
+        agents = [Agent(proxy, f"agent-{i}") for i in range(8)]
+        for agent in agents:
+            await agent.say(said(agent.name, 0))
+        await engine.restart()
+        await proxy.control.refresh()
+        assert not engine.saved.ram
+        for agent in agents[:4]:
+            receipt = await agent.say(said(agent.name, 1))
+            assert went_on(receipt, said(agent.name, 1))
+
+
+async def test_states_outlive_the_proxy(engine: FakeEngine, make_proxy: ProxyMaker) -> None:
+    async with make_proxy(engine.url) as proxy:
+        agent = Agent(proxy, "a")
+        await agent.say(said("a", 0))
+        await fill_slots(proxy)
+    async with make_proxy(engine.url) as proxy:
+        agent.proxy = proxy
+        receipt = await agent.say(said("a", 1))
+        assert went_on(receipt, said("a", 1))
+
+
+# Who leaves, who comes back meanwhile --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", ["save", "load"])
+@pytest.mark.parametrize("phase", ["request", "reply"])
+async def test_a_slot_is_kept_until_the_engine_is_done_with_it(
+    engine: FakeEngine, proxy: Proxy, op: str, phase: str
+) -> None:
+    agent, late = Agent(proxy, "a"), Agent(proxy, "late")
+    await agent.say(said("a", 0))
+    if op == "load":
+        await fill_slots(proxy)
+    else:
+        await fill_slots(proxy, 3)
+    hold = Hold()
+    engine.on(op, phase, hold)
+    task = asyncio.create_task((agent if op == "load" else late).say(said("x", 1)))
+    await hold.reached()
+    slot_id = next(slot.slot_id for slot in proxy.control.slots._slots if slot.ticket_id is not None)
+    task.cancel()
+    await asyncio.wait([task])
+    await until(lambda: proxy.control.sessions.n_running == 0)
+    assert proxy.control.slots.n_held == 1
+    assert slot_id not in [resting for resting, _ in proxy.control.slots.resting()]
+    hold.release()
+    await until(lambda: proxy.control.slots.n_held == 0)
+    assert not engine.requests(COMPLETION)[-1].left
+    if op == "save":
+        receipt = await agent.say(said("a", 1))
+        assert went_on(receipt, said("a", 1))
+
+
+async def test_who_comes_back_while_it_is_saved_waits_for_that(engine: FakeEngine, proxy: Proxy) -> None:
+    agent = Agent(proxy, "a")
+    await agent.say(said("a", 0))
+    await fill_slots(proxy, 3)
+    hold = Hold()
+    engine.on("save", "request", hold)
+    late = asyncio.create_task(Agent(proxy, "late").say(said("late", 0)))
+    await hold.reached()
+    back = asyncio.create_task(agent.say(said("a", 1)))
+    await until(lambda: proxy.control.slots.n_held == 2)
+    hold.release()
+    receipt = await back
+    await late
+    assert went_on(receipt, said("a", 1))
+
+
+async def test_a_deleted_session_leaves_no_state(engine: FakeEngine, proxy: Proxy) -> None:
+    agent = Agent(proxy, "a")
+    await agent.say(said("a", 0))
+    await fill_slots(proxy)
+    assert tag("a") in engine.saved.ram
+    assert (await proxy.client.delete("/polykv/sessions/a")).status_code == 200
+    await until(lambda: tag("a") not in engine.saved.ram)
+
+
+async def test_a_session_deleted_while_it_is_saved_leaves_no_state(engine: FakeEngine, proxy: Proxy) -> None:
+    agent = Agent(proxy, "a")
+    await agent.say(said("a", 0))
+    await fill_slots(proxy, 3)
+    hold = Hold()
+    engine.on("save", "reply", hold)
+    late = asyncio.create_task(Agent(proxy, "late").say(said("late", 0)))
+    await hold.reached()
+    assert (await proxy.client.delete("/polykv/sessions/a")).status_code == 200
+    hold.release()
+    await late
+    await until(lambda: tag("a") not in engine.saved.ram)
+
+
+# Idle sessions -------------------------------------------------------------------------------------------------------
+
+
+async def test_idle_sessions_leave_the_cache_and_come_back(engine: FakeEngine, make_proxy: ProxyMaker) -> None:
+    async with make_proxy(engine.url, warm_after_s=0.05) as proxy:
+        agent, once = Agent(proxy, "a"), "one question " * 20
+        await agent.say(said("a", 0))
+        await proxy.client.post(COMPLETION, json={"prompt": once, "n_predict": 2})
+        await until(lambda: tag("a") in engine.saved.ram)
+        await until(lambda: proxy.control.sessions.get(SessionId("a")).slot_id is None)
+        assert engine.cache.used() == len(once) + 2, "what nobody comes back to stays until its slot is needed"
+        assert proxy.control.slots.slot_of(SessionId("a")) is None
+        receipt = await agent.say(said("a", 1))
+        assert went_on(receipt, said("a", 1))
+
+
+async def test_an_idle_session_that_cannot_be_saved_stays_in_its_slot(
+    engine: FakeEngine, make_proxy: ProxyMaker
+) -> None:
+    async with make_proxy(engine.url, warm_after_s=0.05) as proxy:
+        engine.on("save", "request", reply(409, SAVE_BUSY), times=None)
+        agent = Agent(proxy, "a")
+        await agent.say(said("a", 0))
+        tries = lambda: [r for r in engine.received if b'"save"' in r.body]  # noqa: E731
+        await until(lambda: len(tries()) == 1)
+        receipt = await agent.say(said("a", 1))
+        assert went_on(receipt, said("a", 1))
+
+
+async def test_who_comes_back_while_it_is_taken_out_of_the_cache(engine: FakeEngine, make_proxy: ProxyMaker) -> None:
+    async with make_proxy(engine.url, warm_after_s=0.05) as proxy:
+        hold, agent = Hold(), Agent(proxy, "a")
+        engine.on("clear", "request", hold)
+        await agent.say(said("a", 0))
+        await hold.reached()
+        receipt = await agent.say(said("a", 1))
+        assert went_on(receipt, said("a", 1))
+        hold.release()
+        await until(lambda: not [s for s in proxy.control.slots._slots if s.reserved])
+        assert (await agent.say(said("a", 2)))["cached_n_tokens"] > receipt["cached_n_tokens"]
+
+
+# Cells ---------------------------------------------------------------------------------------------------------------
+
+
+async def test_slots_that_rest_make_room_for_a_state_and_are_saved(make_proxy: ProxyMaker) -> None:
+    async with FakeEngine(save_ram=RAM, n_cells=1100) as engine, make_proxy(engine.url) as proxy:
+        agents = [Agent(proxy, f"agent-{i}") for i in range(4)]
+        for turn in range(3):
+            for agent in agents:
+                receipt = await agent.say("x" * 60)
+                if turn:
+                    assert went_on(receipt, "x" * 60), (agent.name, turn)
