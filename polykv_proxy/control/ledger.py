@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from polykv_proxy.control.watch import EngineWatch
 from polykv_proxy.ids import PoolId, SeqId, SlotId
 from polykv_proxy.tree.accounting import Accounts, Gone, account, own_runs, owners_of, parts_of
-from polykv_proxy.tree.cells import CellBook, SlotFacts, length
+from polykv_proxy.tree.cells import CellBook, SlotFacts, length, lying
 from polykv_proxy.tree.pool import Pool
 from polykv_proxy.tree.tree import PoolTree
 from polykv_proxy.upstream import CellMap, SlotStats, Stats
@@ -56,13 +56,15 @@ class Ledger:
         stats = self._watch.stats
         if stats is None or not stats.kv_unified or cells.epoch not in ("", self._watch.epoch):
             return
-        lies = {(told.seq, told.gen): told.runs for told in cells.pools}
+        runs = lying([told.runs for told in (*cells.pools, *cells.slots)])
+        of_pools, of_slots = runs[: len(cells.pools)], runs[len(cells.pools) :]
+        lies = {(told.seq, told.gen): held for told, held in zip(cells.pools, of_pools, strict=True)}
         for pool in self._tree.residents():
             if pool.seq_id is not None and pool.gen is not None and (pool.seq_id, pool.gen) in lies:
                 self.book.found(pool.seq_id, pool.gen, lies[pool.seq_id, pool.gen], parts_of(self._tree, pool))
-        for told in cells.slots:
+        for told, held in zip(cells.slots, of_slots, strict=True):
             done = [task.id_task for task in stats.finished if task.id_slot == told.id]
-            self.book.found_slot(SlotId(told.id), told.runs, max([told.id_task, *done]))
+            self.book.found_slot(SlotId(told.id), held, max([told.id_task, *done]))
 
     def released(self, pools: Sequence[Pool]) -> None:
         """These pools are off the tree; what slots hold of them is theirs for so long."""

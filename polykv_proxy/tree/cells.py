@@ -212,12 +212,12 @@ def lying(told: Sequence[Sequence[tuple[int, int, int]]]) -> list[Runs | None]:
 
 
 def _without_a_gap(runs: Iterable[Run]) -> Runs | None:
-    held: Runs = ()
+    held: list[Run] = []
     for run in runs:
-        if run.start != length(held):
+        if run.start != (held[-1].end if held else 0):
             return None
-        held = (*held, run)
-    return held
+        held.append(run)
+    return tuple(held)
 
 
 def length(runs: Runs) -> int:

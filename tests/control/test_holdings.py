@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from polykv_proxy.control.holdings import Holdings
+from polykv_proxy.tree.cells import Run
 from tests.control.conftest import Plane
 from tests.fake_engine import FakeEngine, Hold
 
@@ -72,5 +73,5 @@ async def test_a_busy_slot_holds_what_it_shares_with_a_pool_once(plane):
 async def test_of_a_slot_that_the_books_do_not_know_what_stats_say_counts(plane):
     await family(plane)
     known = await look(plane)
-    plane.control.residency.ledger.book.found_slot(0, [(0, 1, 0)], 99)
+    plane.control.residency.ledger.book.found_slot(0, (Run(1, 0, 1),), 99)
     assert known.n_resting_alone() == 21

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from polykv_proxy.ids import PoolId, SeqId, SlotId
 from polykv_proxy.tree.accounting import Gone, account, count_cells, count_freed, kv_bytes, parts_of, subtree_cells
-from polykv_proxy.tree.cells import CellBook, Run, SlotFacts, length
+from polykv_proxy.tree.cells import CellBook, Run, SlotFacts, length, lying
 from polykv_proxy.tree.pool import Pool
 from polykv_proxy.tree.tree import PoolTree
 from tests.tree.make import add_root, extend, toks
@@ -151,6 +151,39 @@ def test_a_restored_family_shares_by_its_tree() -> None:
     assert account(tree, {}, book).own_cells == before
 
 
+def lies(cells: list[int]) -> list[tuple[int, int, int]]:
+    """Where they lie as the engine tells it: (start, end, first cell) of stretches of neighbours."""
+    runs: list[tuple[int, int, int]] = []
+    for position, cell in enumerate(cells):
+        start, end, first = runs[-1] if runs else (0, 0, cell)
+        if runs and first + end - start == cell:
+            runs[-1] = (start, position + 1, first)
+        else:
+            runs.append((position, position + 1, cell))
+    return runs
+
+
+def test_of_what_lies_as_far_from_its_position_as_somebody_elses_every_cell_counts_for_its_own() -> None:
+    """Streams that decode together take every other cell: so a cell of one is as far from its position as another
+    cell, at another position, of the other one. The same between what is left of holes in the cache."""
+    tree, book = PoolTree(), CellBook()
+    root = add_root(tree, toks(range(100)))
+    tree.set_residency(root.pool_id, "resident", seq_id=SeqId(9), gen=1)
+    pooled = [*range(300, 360), *range(560, 600)]
+    held = {
+        0: [*range(50), *range(200, 240, 2)],
+        1: [*range(50, 100), *range(201, 241, 2)],
+        2: [*range(100, 120), *range(520, 550)],
+    }
+    of_pool, *of_slots = lying([lies(cells) for cells in (pooled, *held.values())])
+    book.found(SeqId(9), 1, of_pool, parts_of(tree, root))
+    for slot_id, runs in enumerate(of_slots):
+        book.found_slot(SlotId(slot_id), runs, 7)
+    accounts = account(tree, {}, book)
+    assert accounts.slot_cells == {slot_id: len(cells) for slot_id, cells in held.items()}
+    assert accounts.own_cells == {root.pool_id: 100}
+
+
 def runs_of(book: CellBook, *pools: Pool) -> list[Run]:
     held = [book.runs(pool.seq_id, pool.gen) for pool in pools if pool.seq_id is not None and pool.gen is not None]
     return [run for runs in held for run in runs or ()]
@@ -260,6 +293,28 @@ class BookAgainstCache(RuleBasedStateMachine):
         n_reused = len(held)
         self.slots[slot_id] = held + self.cells(more)
         self.book.observe(slot(slot_id, n_reused + more, task=self.n_tasks, reused=n_reused, pool=pool, n=n_pool))
+
+    @rule(n=st.integers(1, 9))
+    def decode_in_turns(self, n: int) -> None:
+        before = {slot_id: len(cells) for slot_id, cells in self.slots.items()}
+        for _ in range(n):
+            for cells in self.slots.values():
+                cells.extend(self.cells(1))
+        for slot_id, n_reused in before.items():
+            self.n_tasks += 1
+            self.book.observe(slot(slot_id, n_reused + n, task=self.n_tasks, reused=n_reused))
+
+    @rule()
+    def begin_the_books_anew(self) -> None:
+        """Another proxy comes, and the engine tells it where everything lies."""
+        self.book, self.gone = CellBook(), {}
+        residents = self.tree.residents()
+        told = [*(self.seqs[int(pool.seq_id or 0)] for pool in residents), *self.slots.values()]
+        runs = lying([lies(cells) for cells in told])
+        for pool, held in zip(residents, runs, strict=False):
+            self.book.found(SeqId(int(pool.seq_id or 0)), 1, held, parts_of(self.tree, pool))
+        for slot_id, held in zip(self.slots, runs[len(residents) :], strict=True):
+            self.book.found_slot(SlotId(slot_id), held, self.n_tasks)
 
     @rule(slot_id=st.integers(0, 2))
     def purge(self, slot_id: int) -> None:
