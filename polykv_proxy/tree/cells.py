@@ -108,14 +108,8 @@ class CellBook:
             self._claims[run.origin] = [(PoolId(-run.origin), end)]
         self._seqs[seq_id] = (gen, runs)
 
-    def found(
-        self, seq_id: SeqId, gen: int, lies: Iterable[tuple[int, int, int]], parts: Sequence[tuple[PoolId, int, int]]
-    ) -> None:
-        """The same, when the engine told where the sequence lies: (start, end, first cell).
-
-        A cell at a position is one cell, whoever filled it: so what lies at the same place is the same filling.
-        """
-        runs = _lying(lies)
+    def found(self, seq_id: SeqId, gen: int, runs: Runs | None, parts: Sequence[tuple[PoolId, int, int]]) -> None:
+        """The same, when the engine told where the sequence lies (see ``lying``)."""
         if runs is None:
             self.adopt(seq_id, gen, parts)
             return
@@ -128,9 +122,8 @@ class CellBook:
             self._claims[run.origin] = sorted(claims.items(), key=lambda claim: claim[1])
         self._seqs[seq_id] = (gen, runs)
 
-    def found_slot(self, slot_id: SlotId, lies: Iterable[tuple[int, int, int]], id_task: int) -> None:
+    def found_slot(self, slot_id: SlotId, runs: Runs | None, id_task: int) -> None:
         """Where a slot lies, by the engine; ``id_task``: the last task that it had until then."""
-        runs = _lying(lies)
         if runs is not None:
             self._slots[slot_id] = _SlotEntry(runs, id_task)
 
@@ -149,7 +142,7 @@ class CellBook:
         if facts.pool_seq is not None and (known := self._seqs.get(facts.pool_seq)) is not None:
             head = cut(known[1], facts.n_pool_shared)
             if cut(entry.runs, length(head)) != head:
-                entry.runs, entry.grows = (*head, *_behind(entry.runs, length(head))), False
+                entry.runs, entry.grows = (*head, *behind(entry.runs, length(head))), False
         if length(entry.runs) > facts.n_tokens:
             entry.runs, entry.grows = cut(entry.runs, facts.n_tokens), False
         self._stretch(entry, facts.n_tokens)
@@ -200,14 +193,31 @@ class CellBook:
         return self._next - 1
 
 
-def _lying(lies: Iterable[tuple[int, int, int]]) -> Runs | None:
-    """Runs by place; None when a position has no cell, which the book does not describe."""
-    runs: list[Run] = []
-    for start, end, cell in lies:
-        if start != length(tuple(runs)):
+def lying(told: Sequence[Sequence[tuple[int, int, int]]]) -> list[Runs | None]:
+    """Runs by place of all that hold cells, from one look at them: (start, end, first cell) of every stretch.
+
+    A cell at a position is one cell, whoever filled it: so stretches that have a cell in common are one filling. Others
+    are not, though they lie equally far from their positions, as those of two streams that decoded in turns do.
+
+    Of who has no cell at some position None, which the book does not describe.
+    """
+    origins: dict[tuple[int, int], Origin] = {}
+    at, reach, origin = 0, -1, 0
+    for far, start, end in sorted({(cell - start, start, end) for lies in told for start, end, cell in lies}):
+        if far != at or start >= reach:
+            at, reach, origin = far, end, -LYING - (start << 32 | far + start)
+        reach = max(reach, end)
+        origins[far, start] = origin
+    return [_without_a_gap(Run(origins[cell - start, start], start, end) for start, end, cell in lies) for lies in told]
+
+
+def _without_a_gap(runs: Iterable[Run]) -> Runs | None:
+    held: list[Run] = []
+    for run in runs:
+        if run.start != (held[-1].end if held else 0):
             return None
-        runs.append(Run(-LYING - (cell - start), start, end))
-    return tuple(runs)
+        held.append(run)
+    return tuple(held)
 
 
 def length(runs: Runs) -> int:
@@ -219,7 +229,8 @@ def cut(runs: Runs, n_tokens: int) -> Runs:
     return tuple(Run(r.origin, r.start, min(r.end, n_tokens)) for r in runs if r.start < n_tokens)
 
 
-def _behind(runs: Runs, n_tokens: int) -> Runs:
+def behind(runs: Runs, n_tokens: int) -> Runs:
+    """The part of runs from a position on."""
     return tuple(Run(r.origin, max(r.start, n_tokens), r.end) for r in runs if r.end > n_tokens)
 
 
