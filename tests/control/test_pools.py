@@ -291,7 +291,6 @@ async def test_create_goes_on_when_its_client_leaves(plane):
 
 async def test_an_engine_that_holds_other_tokens_is_not_believed(plane, monkeypatch):
     monkeypatch.setattr("tests.fake_engine.cache.tokens_hash", lambda tokens: "00")
-    monkeypatch.setattr("tests.fake_engine.hooks.tokens_hash", lambda tokens: "00")
     await plane.refused(502, "upstream_error", "POST", "/polykv/pools", {"tokens": [1, 2, 3]})
     assert plane.engine.ready_pools() == []
 
