@@ -1,14 +1,16 @@
 """Everything that talks to llama-server, and nothing else does.
 
-client   ``EngineClient``: one connection pool, the engine's hooks, and the raw streamed relay
-wire     what the hooks answer, read once at the border
-headers  which headers may travel to the engine and back
-errors   every foreign exception and every answer of the hooks becomes one of ours
+client    ``EngineClient``: one connection pool, the engine's hooks, and the raw streamed relay
+response  what the relay gives back: the head is read, the body is not yet
+wire      what the hooks answer, read once at the border
+headers   which headers may travel to the engine and back
+errors    every foreign exception and every answer of the hooks becomes one of ours
 """
 
-from polykv_proxy.upstream.client import EngineClient, UpstreamResponse
+from polykv_proxy.upstream.client import EngineClient
 from polykv_proxy.upstream.errors import map_client_error
 from polykv_proxy.upstream.headers import forwardable
+from polykv_proxy.upstream.response import UpstreamResponse
 from polykv_proxy.upstream.wire import (
     CellMap,
     Cells,

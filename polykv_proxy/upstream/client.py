@@ -11,8 +11,8 @@ just being closed could neither be repeated nor honestly be called failed.
 """
 
 import asyncio
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable
-from typing import Any, Literal, Self, TypeVar
+from collections.abc import AsyncIterable, Awaitable, Callable, Iterable
+from typing import Any, Literal, TypeVar
 from urllib.parse import quote
 
 import aiohttp
@@ -23,7 +23,8 @@ from yarl import URL
 
 from polykv_proxy.errors import ConnectFailed, PromptTooLarge, SavedGone, UpstreamError, UpstreamUnavailable
 from polykv_proxy.upstream.errors import FOREIGN, map_client_error, map_hook_answer
-from polykv_proxy.upstream.headers import forwardable, returnable
+from polykv_proxy.upstream.headers import forwardable
+from polykv_proxy.upstream.response import UpstreamResponse
 from polykv_proxy.upstream.wire import (
     CellMap,
     Cleared,
@@ -61,57 +62,6 @@ RENDER_BYTES_PER_TOKEN, RENDER_BYTES = 256, 64 << 10
 
 Body = bytes | AsyncIterable[bytes] | None
 Answer = TypeVar("Answer", bound=BaseModel)
-
-
-class UpstreamResponse:
-    """A reply of which only the head was read. Read it to the end, or ``close`` it: the engine then stops working."""
-
-    def __init__(self, response: aiohttp.ClientResponse, what: str):
-        self._response = response
-        self._what = what
-        self.status = response.status
-        self.reason = response.reason or ""
-        self.headers = [(k.decode("latin-1"), v.decode("utf-8", "surrogateescape")) for k, v in response.raw_headers]
-
-    @property
-    def content_type(self) -> str:
-        return self._response.content_type
-
-    @property
-    def content_length(self) -> int | None:
-        return self._response.content_length
-
-    def returnable_headers(self) -> list[tuple[str, str]]:
-        return returnable(self.headers)
-
-    async def iter_any(self) -> AsyncIterator[bytes]:
-        """Give the body in the pieces in which it comes.
-
-        Raises:  UpstreamUnavailable when it breaks off
-        """
-        try:
-            content = self._response.content
-            while chunk := await content.readany():
-                yield chunk
-        except FOREIGN as e:
-            raise map_client_error(e, self._what) from e
-
-    async def read(self) -> bytes:
-        """Give the whole body."""
-        try:
-            return await self._response.read()
-        except FOREIGN as e:
-            raise map_client_error(e, self._what) from e
-
-    def close(self) -> None:
-        """Close the connection at once, unless everything was read."""
-        self._response.close()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self.close()
 
 
 class EngineClient:

@@ -1,0 +1,60 @@
+"""``UpstreamResponse``: a relayed reply, byte for byte."""
+
+from collections.abc import AsyncIterator
+from typing import Self
+
+import aiohttp
+
+from polykv_proxy.upstream.errors import FOREIGN, map_client_error
+from polykv_proxy.upstream.headers import returnable
+
+
+class UpstreamResponse:
+    """A reply of which only the head was read. Read it to the end, or ``close`` it: the engine then stops working."""
+
+    def __init__(self, response: aiohttp.ClientResponse, what: str):
+        self._response = response
+        self._what = what
+        self.status = response.status
+        self.reason = response.reason or ""
+        self.headers = [(k.decode("latin-1"), v.decode("utf-8", "surrogateescape")) for k, v in response.raw_headers]
+
+    @property
+    def content_type(self) -> str:
+        return self._response.content_type
+
+    @property
+    def content_length(self) -> int | None:
+        return self._response.content_length
+
+    def returnable_headers(self) -> list[tuple[str, str]]:
+        return returnable(self.headers)
+
+    async def iter_any(self) -> AsyncIterator[bytes]:
+        """Give the body in the pieces in which it comes.
+
+        Raises:  UpstreamUnavailable when it breaks off
+        """
+        try:
+            content = self._response.content
+            while chunk := await content.readany():
+                yield chunk
+        except FOREIGN as e:
+            raise map_client_error(e, self._what) from e
+
+    async def read(self) -> bytes:
+        """Give the whole body."""
+        try:
+            return await self._response.read()
+        except FOREIGN as e:
+            raise map_client_error(e, self._what) from e
+
+    def close(self) -> None:
+        """Close the connection at once, unless everything was read."""
+        self._response.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
