@@ -28,9 +28,7 @@ def test_a_good_engine_is_one_line():
 
 def test_what_is_only_good_to_know_is_left_to_the_doctor():
     flags = EngineFlagFacts(cache_ram_mib=4096, context_shift=True, n_lora=1)
-    assert (
-        len(said(flags=flags, warm_off="the engine keeps no state in memory", warm_settings=("warm_ram_bytes",))) == 1
-    )
+    assert len(said(flags=flags, warm_off="the engine keeps no state in memory")) == 1
 
 
 def test_a_sliding_window_without_full_cache_names_the_flag():
