@@ -19,6 +19,7 @@ from polykv_proxy.control.diagnosis import boot_lines, collect_facts
 from polykv_proxy.control.dry_run import DryRun
 from polykv_proxy.control.keeping import Keeping
 from polykv_proxy.control.lease import TTL_S, Lease
+from polykv_proxy.control.leaving import IdlePools
 from polykv_proxy.control.orders import AttachPlan, AttachRequest, CreatePool, ForkPool, Outcome
 from polykv_proxy.control.parking import Parking
 from polykv_proxy.control.pools import PoolWork
@@ -29,6 +30,7 @@ from polykv_proxy.control.retention import Retention
 from polykv_proxy.control.room import Room
 from polykv_proxy.control.saved import SavedStates
 from polykv_proxy.control.snapshots import Snapshots
+from polykv_proxy.control.tier import Tier
 from polykv_proxy.control.views import Views
 from polykv_proxy.control.watch import HEARTBEAT_S, EngineWatch
 from polykv_proxy.doctor import Facts
@@ -138,6 +140,19 @@ class Control:
             may_change=lambda: self.owns_engine,
             clock=clock,
         )
+        self.idle_pools = IdlePools(
+            tree=self.tree,
+            watch=self.watch,
+            residency=self.residency,
+            room=self.room,
+            retention=self.retention,
+            sessions=self.sessions,
+            slots=self.slots,
+            may_change=lambda: self.owns_engine,
+            clock=clock,
+            after_s=settings.warm_after_s,
+        )
+        self.tier = Tier(saved=self.saved, watch=self.watch, ledger=self.residency.ledger, idle_pools=self.idle_pools)
         self.restorer = Restorer(
             tree=self.tree,
             sessions=self.sessions,
@@ -147,6 +162,7 @@ class Control:
             room=self.room,
             tree_changed=self.comparer.forget_deepest,
             grace_end_s=self.retention.grace_end_s,
+            leaves_at_s=self.idle_pools.leaves_at_s,
             clock=clock,
             unix_offset_s=unix_offset_s,
         )
@@ -160,7 +176,9 @@ class Control:
             ledger=self.residency.ledger,
             in_use=self.room.in_use,
             grace_end_s=self.retention.grace_end_s,
+            saved_bytes=self.residency.saved_bytes,
             taken_by=lambda: self.lease.taken_by,
+            tier=self.tier,
         )
         self.pools = PoolWork(
             tree=self.tree,
@@ -228,6 +246,7 @@ class Control:
         await asyncio.gather(*self._working, return_exceptions=True)
         await self.parking.stop()
         await self.watch.stop()
+        await self.idle_pools.stop()
         await self.restorer.stop()
         await self.attach.stop()
         await self.residency.stop()
@@ -242,7 +261,7 @@ class Control:
 
     def readings(self) -> Readings:
         """What monitoring reads, from memory."""
-        return take_readings(self.tree, self.watch, self.views)
+        return take_readings(self.tree, self.watch, self.views, self.tier)
 
     async def facts(self) -> Facts:
         """What the doctor looks at, as fresh as can be had."""
@@ -427,6 +446,7 @@ class Control:
         for pool_id in in_use:
             self.journal.pool_used(pool_id)
         self.residency.ledger.sync()
+        self.tier.look()
         self.journal.tick()
         try:
             await self.lease.renew_when_due()
@@ -439,6 +459,7 @@ class Control:
         if self.owns_engine:
             self.restorer.bring_back()
             self.parking.tend()
+            self.idle_pools.tend()
 
     async def _in_own_task(self, work: Coroutine[Any, Any, Made]) -> Made:
         """Let it finish whatever happens to the caller."""

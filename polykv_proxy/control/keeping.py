@@ -68,24 +68,45 @@ class Keeping:
     async def evict(self, pool_id: PoolId, to: str | None) -> dict[str, Any]:
         """Drop a pool's sequence; the pool stays and comes back with the next attach. A pin does not refuse it.
 
+        ``to``: ``warm`` saves its state first, ``cold`` also forgets what is saved; None: warm where that is possible.
+
         Raises:  PoolInUse (409), WarmUnavailable (501)
         """
-        if to == "warm":
-            raise WarmUnavailable("there is no warm tier: evict with ?to=cold, the next attach prefills the pool again")
         await self._require_sharing()
+        if to == "warm" and not self._residency.saved.available:
+            raise _no_warm_tier(self._residency.saved.why_off)
+        pool = self._evictable(pool_id)
+        if to != "cold" and self._residency.can_save(pool):
+            await self._residency.save(pool)
+            pool = self._evictable(pool_id)
+        if to == "warm" and pool.seq_id is not None and self._residency.residency_without(pool) != "warm":
+            why = self._residency.why_not_saved_of(pool)
+            raise _no_warm_tier(why.message if why is not None else "the engine did not save it")
+        freed = await self._drop([pool])
+        if to == "cold":
+            await self._residency.forget_saved(pool)
+        return pool_answer(pool) | {"residency": self._residency_of(pool), "freed": freed}
+
+    def _evictable(self, pool_id: PoolId) -> Pool:
         pool = self._tree.get(pool_id)
         if pool_id in self._busy():
             raise PoolInUse(
                 f"requests run on pool {pool.label}, or on one that its sequence holds, or an order needs it: "
                 "evict it when they are done"
             )
-        freed = await self._drop([pool])
-        return pool_answer(pool) | {"residency": self._residency_of(pool), "freed": freed}
+        return pool
 
     async def flush(self, pool_id: PoolId) -> dict[str, Any]:
-        """Evict what is neither pinned nor has running requests, of a pool and everything below it, leaves first."""
+        """Evict what is neither pinned nor has running requests, of a pool and everything below it, leaves first.
+
+        What can be saved is saved before.
+        """
         await self._require_sharing()
-        pools = [pool for pool in self._tree.subtree(self._tree.get(pool_id).pool_id)[::-1] if pool.seq_id is not None]
+        pinned, busy = self._retention.pinned(), self._busy()
+        for pool in self._held_below(pool_id):
+            if pool.pool_id not in pinned and pool.pool_id not in busy and self._residency.can_save(pool):
+                await self._residency.save(pool)
+        pools = self._held_below(pool_id)
         pinned, busy = self._retention.pinned(), self._busy()
         kept = [
             {"pool_id": pool.pool_id, "reason": "pinned" if pool.pool_id in pinned else "in_use"}
@@ -94,6 +115,10 @@ class Keeping:
         ]
         evicted = [pool for pool in pools if pool.pool_id not in pinned and pool.pool_id not in busy]
         return {"evicted": [pool.pool_id for pool in evicted], "kept": kept, "freed": await self._drop(evicted)}
+
+    def _held_below(self, pool_id: PoolId) -> list[Pool]:
+        """Pools with a sequence, leaves first."""
+        return [pool for pool in self._tree.subtree(self._tree.get(pool_id).pool_id)[::-1] if pool.seq_id is not None]
 
     async def _drop(self, pools: Sequence[Pool]) -> dict[str, Any]:
         """Free these pools' sequences. Gives what became free; None when the engine could not be asked."""
@@ -124,3 +149,7 @@ class Keeping:
             "pinned_cells": self._retention.n_pinned_cells(),
             "budget_cells": self._retention.n_budget_cells(),
         }
+
+
+def _no_warm_tier(why: str) -> WarmUnavailable:
+    return WarmUnavailable(f"it cannot be saved: {why}. Evict with ?to=cold, the next attach prefills the pool again")

@@ -9,8 +9,17 @@ from collections.abc import Collection, Sequence
 
 from polykv_proxy.control.watch import EngineWatch
 from polykv_proxy.ids import PoolId, SeqId, SlotId
-from polykv_proxy.tree.accounting import Accounts, Gone, account, own_runs, owners_of, parts_of
-from polykv_proxy.tree.cells import CellBook, SlotFacts, length, lying
+from polykv_proxy.tree.accounting import (
+    Accounts,
+    Gone,
+    account,
+    count_cells,
+    count_freed,
+    own_runs,
+    owners_of,
+    parts_of,
+)
+from polykv_proxy.tree.cells import CellBook, SlotFacts, behind, length, lying
 from polykv_proxy.tree.pool import Pool
 from polykv_proxy.tree.tree import PoolTree
 from polykv_proxy.upstream import CellMap, SlotStats, Stats
@@ -92,6 +101,22 @@ class Ledger:
         """Slots that hold cells of these pools."""
         owners = {s: owners_of(self._tree, self._gone, self.book, self.book.slot_runs(s)) for s in self.book.slot_ids}
         return {slot_id for slot_id, owned in owners.items() if not owned.isdisjoint(pool_ids)}
+
+    def is_shared(self, pool: Pool, start: int, slots: Collection[SlotId]) -> bool:
+        """Whether another pool's sequence, or one of these slots, holds cells of ``[start, L)`` of a pool's sequence.
+
+        True when it is not known what the sequence holds.
+        """
+        self.sync()
+        runs = self.book.runs(pool.seq_id, pool.gen) if pool.seq_id is not None and pool.gen is not None else None
+        if runs is None:
+            return True
+        own = behind(runs, start)
+        others = [run for slot_id in slots for run in self.book.slot_runs(slot_id)]
+        for other in self._tree.residents():
+            if other is not pool and other.seq_id is not None and other.gen is not None:
+                others += self.book.runs(other.seq_id, other.gen) or ()
+        return count_freed(own, others) < count_cells(own)
 
     def _forget(self, accounts: Accounts) -> None:
         """Released pools without a cell are of no interest, unless one below them still has some."""

@@ -27,7 +27,7 @@ from polykv_proxy.errors import (
     UpstreamRestarted,
 )
 from polykv_proxy.ids import PoolId, SeqId, SlotId
-from polykv_proxy.tree.pool import Pool
+from polykv_proxy.tree.pool import Pool, Residency
 from polykv_proxy.tree.prefix import Tokens
 from polykv_proxy.tree.tree import PoolTree
 from polykv_proxy.upstream import EngineClient, Materialized
@@ -39,7 +39,7 @@ MIN_MORE_TOKENS = 16
 
 
 class PoolMaker(EngineSequences, ABC):
-    """Knows the tree, and changes in it only that what was evicted is cold."""
+    """Knows the tree, and changes in it only that what was evicted has no sequence any more."""
 
     def __init__(
         self, tree: PoolTree, engine: EngineClient, watch: EngineWatch, room: Room, is_ours: Callable[[], bool]
@@ -56,6 +56,18 @@ class PoolMaker(EngineSequences, ABC):
     @abstractmethod
     async def reconcile(self) -> None:
         """Compare with what the engine lists."""
+
+    @abstractmethod
+    def residency_without(self, pool: Pool) -> Residency:
+        """What a pool is as long as it has no sequence: cold, or warm."""
+
+    @abstractmethod
+    def can_save(self, pool: Pool) -> bool:
+        """Its state could be copied aside, and is not yet."""
+
+    @abstractmethod
+    async def save(self, pool: Pool) -> bool:
+        """Copy its state aside before it leaves. Gives whether it is saved."""
 
     # Orders --------------------------------------------------------------------------------------------------------
 
@@ -104,8 +116,7 @@ class PoolMaker(EngineSequences, ABC):
         n_cells = len(tokens) - (n_shared if source is not None else 0)
         comes_back = pool_id in self._tree
         for n_more_tries in reversed(range(3)):
-            await self._make_sequence(for_request=comes_back)
-            await self._make_room(n_cells, for_request=comes_back)
+            await self._make_way(n_cells, for_request=comes_back)
             seq_id = source.seq_id if source is not None else None
             if source is not None and seq_id is None:
                 return None
@@ -202,28 +213,39 @@ class PoolMaker(EngineSequences, ABC):
 
     # Room for them -------------------------------------------------------------------------------------------------
 
-    async def _make_sequence(self, *, for_request: bool = False) -> None:
-        """Free a sequence for an order if all are taken. Whether there is one, the engine says."""
-        stats = self._watch.stats
-        if stats is not None and not self._watch.sleeping and len(self._tree.residents()) >= stats.max_pools:
-            await self._watch.refresh()  # who shares what with whom, before it is not said any more
-            await self._give_sequence(for_request=for_request)
+    async def _make_way(self, n_cells: int, *, for_request: bool) -> None:
+        """Free a sequence and cells for an order. A request waits for one state to be saved for it, not for more."""
+        has_saved = await self._make_sequence(for_request=for_request)
+        if not self._room.fits(n_cells):
+            max_saves = int(not has_saved) if for_request else None
+            await self._room.make(n_cells, for_request=for_request, max_saves=max_saves)
+        self._room.promise(n_cells)
 
-    async def _give_sequence(self, *, for_request: bool) -> None:
+    async def _make_sequence(self, *, for_request: bool = False) -> bool:
+        """Free a sequence for an order if all are taken. Whether there is one, the engine says.
+
+        Gives whether a state was saved for it.
+        """
+        stats = self._watch.stats
+        if stats is None or self._watch.sleeping or len(self._tree.residents()) < stats.max_pools:
+            return False
+        await self._watch.refresh()  # who shares what with whom, before it is not said any more
+        return await self._give_sequence(for_request=for_request)
+
+    async def _give_sequence(self, *, for_request: bool) -> bool:
         pool = self._room.free_sequence_of(for_request=for_request)
+        has_saved = pool is not None and self.can_save(pool)
+        if pool is not None and has_saved:
+            await self.save(pool)
+            pool = self._room.free_sequence_of(for_request=for_request)  # somebody may use it by now
         if pool is None:
-            return
+            return has_saved
         log.info("pool %s gives its sequence", pool.label)
         await self.evict(pool)
         heir = self._tree.holder(pool.pool_id) if pool.pool_id in self._tree else None
         if heir is not None:
             heir.used_s = max(heir.used_s, pool.last_use_s)  # it is kept for both of them now
-
-    async def _make_room(self, n_cells: int, *, for_request: bool) -> None:
-        """Evict for an order. Whether it was enough, the engine says."""
-        if not self._room.fits(n_cells):
-            await self._room.make(n_cells, for_request=for_request)
-        self._room.promise(n_cells)
+        return has_saved
 
     async def _made_more_room(
         self, refused: KvExhausted | SeqIdsExhausted, n_cells: int, *, for_request: bool = False
@@ -252,7 +274,7 @@ class PoolMaker(EngineSequences, ABC):
         return self._n_evicted > before
 
     async def evict(self, pool: Pool) -> None:
-        """Give a pool's sequence back; the pool stays. Also when the caller leaves meanwhile."""
+        """Give a pool's sequence back; the pool stays, and is warm if it was saved. Also when the caller leaves."""
         await self.evict_all([pool])
 
     async def evict_all(self, pools: Sequence[Pool]) -> int | None:
@@ -267,7 +289,7 @@ class PoolMaker(EngineSequences, ABC):
         self._n_evicted += len(seq_ids)
         self.claim(seq_ids)
         for pool in pools:
-            self._tree.set_residency(pool.pool_id, "cold")
+            self._tree.set_residency(pool.pool_id, self.residency_without(pool))
         task = asyncio.create_task(self.give_back_claimed(seq_ids), name="polykv-evict")
         self._evictions.add(task)
         task.add_done_callback(self._evictions.discard)

@@ -174,7 +174,7 @@ class PoolWork:
         """Take a pool off the tree and give its sequence back. Raises PoolHasChildren, PoolInUse."""
         self._residency.ledger.sync()
         released = self._tree.release(pool_id) if pool_id in self._tree else []
-        self._residency.ledger.released(released)
+        self._residency.released(released)
         seq_ids = [pool.seq_id for pool in released if pool.seq_id is not None]
         self._residency.claim(seq_ids)
         self._tree_changed()
@@ -218,7 +218,7 @@ class PoolWork:
         before = ledger.accounts()
         released = self._tree.release(pool_id, recursive=recursive)
         gone = {pool.pool_id for pool in released}
-        ledger.released(released)
+        self._residency.released(released)
         after = ledger.accounts()
         seq_ids = [pool.seq_id for pool in released if pool.seq_id is not None]
         self._residency.claim(seq_ids)

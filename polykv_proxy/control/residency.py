@@ -17,7 +17,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from polykv_proxy.control.making import PoolMaker
+from polykv_proxy.control.loading import PoolLoader
 from polykv_proxy.control.room import Room
 from polykv_proxy.control.saved import SavedStates
 from polykv_proxy.control.watch import EngineWatch
@@ -45,7 +45,7 @@ class _Flight:
     n_waiters: int = 0
 
 
-class Residency(PoolMaker):
+class Residency(PoolLoader):
     """The only one who asks the engine for sequences or gives them back."""
 
     def __init__(
@@ -58,8 +58,7 @@ class Residency(PoolMaker):
         *,
         saved: SavedStates,
     ):
-        super().__init__(tree, engine, watch, room, is_ours)
-        self.saved = saved
+        super().__init__(tree, engine, watch, room, is_ours, saved=saved)
         room.sequences = self
         self._flights: dict[PoolId, _Flight] = {}
         self._outdated: set[tuple[SeqId, int]] = set()
@@ -137,20 +136,30 @@ class Residency(PoolMaker):
         if not task.cancelled():
             task.exception()  # whoever waited has it; with nobody left it is nobody's
         if pool.pool_id in self._tree and pool.residency == "materializing":
-            self._tree.set_residency(pool.pool_id, "cold")
+            self._tree.set_residency(pool.pool_id, self.residency_without(pool))
 
     async def _bring(self, pool: Pool) -> Held:
         self._require(pool)
         self._tree.set_residency(pool.pool_id, "materializing")
-        cold = [above for above in self._tree.ancestors(pool.pool_id) if self.held(above) is None]
-        if self.n_free() > len(cold):
+        made = await self.load(pool)
+        if made is None:
+            self._require(pool)
+            made = await self._prefill_again(pool)
+        return await self.adopt(pool, made)
+
+    async def _prefill_again(self, pool: Pool) -> Materialized:
+        away = [above for above in self._tree.ancestors(pool.pool_id) if self.held(above) is None]
+        if self.n_free() > len(away):
             # Parents first, so that every token is prefilled by its owner and shared from there.
-            for above in reversed(cold):
+            for above in reversed(away):
                 await self.ensure(above)
+        elif away and away[0].residency == "warm" and self._n_sequences > 1:
+            await self.ensure(away[0])  # a sequence that another pool gives up for it is cheaper than a prefill
         self._require(pool)
+        self.missed(pool)
         parent = self._tree.find(pool.parent) if not pool.is_root else None
         made, _ = await self.materialize(self._tree.tokens(pool.pool_id), parent, pool.branch_pos, pool.pool_id)
-        return await self.adopt(pool, made)
+        return made
 
     def _require(self, pool: Pool) -> None:
         if self._tree.find(pool.pool_id) is not pool:
@@ -164,6 +173,7 @@ class Residency(PoolMaker):
         if pool.residency == "resident":
             raise InvariantError(f"pool {pool.pool_id} became resident twice")
         self._tree.set_residency(pool.pool_id, "resident", seq_id=SeqId(made.seq), gen=made.gen)
+        self.made_anew(pool)
         self.ledger.book.claim(SeqId(made.seq), pool.pool_id)
         self._n_changes += 1
         if self._watch.epoch is None:
@@ -177,11 +187,12 @@ class Residency(PoolMaker):
         self._forget_sequences()
         self.ledger.clear()
         self.saved.lost()
+        self.why_not_saved.clear()
 
     def _forget_sequences(self) -> None:
         for pool in list(self._tree):
             if pool.residency == "resident":
-                self._tree.set_residency(pool.pool_id, "cold")
+                self._tree.set_residency(pool.pool_id, self.residency_without(pool))
         self._giving.clear()
         self._outdated.clear()
         self._n_changes += 1
@@ -210,7 +221,7 @@ class Residency(PoolMaker):
         cold: dict[tuple[int, int], list[Pool]] = {}
         for pool in self._tree:
             key = (pool.tokens_hash, pool.prefix_len)
-            if key in wanted and pool.residency == "cold":
+            if key in wanted and pool.residency in ("cold", "warm"):
                 cold.setdefault(key, []).append(pool)
         for stray in strays:
             pools = cold.get((int(stray.tokens_hash or "0", 16), stray.n_tokens))
@@ -241,6 +252,7 @@ class Residency(PoolMaker):
             ready = {p.seq: p.gen for p in listed.pools if p.state == "ready" and p.lora_current}
             self._outdated |= {(SeqId(p.seq), p.gen) for p in listed.pools if not p.lora_current}
             owned: set[int] = set()
+            outdated: list[Pool] = []
             for pool in list(self._tree):
                 if pool.seq_id is None:
                     continue
@@ -249,9 +261,10 @@ class Residency(PoolMaker):
                 else:
                     if self.is_outdated(pool.seq_id, pool.gen):
                         log.warning("the adapters changed, pool %s must be made anew", pool.label)
+                        outdated.append(pool)
                     else:
                         log.warning("the engine lost pool %s", pool.label)
-                    self._tree.set_residency(pool.pool_id, "cold")
+                    self._tree.set_residency(pool.pool_id, self.residency_without(pool))
             strays = [
                 SeqId(p.seq)
                 for p in listed.pools
@@ -261,6 +274,8 @@ class Residency(PoolMaker):
             if strays:
                 log.info("freeing sequences nobody owns: %s", strays)
             await self.give_back_claimed(strays)
+            for pool in outdated:  # what is saved was made with the same adapters
+                await self.forget_saved(pool)
 
     async def _list_undisturbed(self) -> tuple[PoolList, CellMap | None] | None:
         """The engine's list; with the first look at an engine also where its sequences lie."""
@@ -269,15 +284,15 @@ class Residency(PoolMaker):
             listed = await self._engine.list_pools()
             if listed.sleeping:
                 return None
-            cells = await self._cells() if not self.compared else None
+            cells = await self.cells() if not self.compared else None
             if listed.epoch != self._watch.epoch:
                 await self._watch.refresh()
             elif self._n_changes == before:
                 return listed, cells
         return None
 
-    async def _cells(self) -> CellMap | None:
-        """None when the engine cannot tell: then sharing is taken to be as the tree has it."""
+    async def cells(self) -> CellMap | None:
+        """Which cells each sequence holds. None when the engine cannot tell."""
         try:
             return await self._engine.cells()
         except (SharingUnsupported, RequestError) as e:

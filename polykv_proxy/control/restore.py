@@ -4,10 +4,11 @@
    engine is away.
 2. An engine of another model: that step, and no later one, takes the whole tree away. Its pools wait in the
    journal, and the other model's are loaded. Until they are there nothing is attached and nothing is made.
-3. Pools that the engine still holds are adopted (``Residency.reconcile``), with every first look at an engine.
-4. Then those that are pinned or were used a short while ago are brought back, one at a time and only while nobody
-   waits for the engine, without evicting anybody (pinned ones may, as with every order). The rest comes back with the
-   next attach. So after every start of either side.
+3. Pools that the engine still holds are adopted (``Residency.reconcile``), with every first look at an engine. Those of
+   which it has saved states are warm from then on.
+4. Then those that are pinned or were used a short while ago are brought back, what is saved before what must be
+   prefilled, one at a time and only while nobody waits for the engine, without evicting anybody (pinned ones may, as
+   with every order). The rest comes back with the next attach. So after every start of either side.
 """
 
 import asyncio
@@ -31,7 +32,10 @@ LOOK_AGAIN_S = 0.05
 
 
 class Restorer:
-    """``tree_changed``: told. ``unix_offset_s``: Unix time minus the clock of the pools."""
+    """``tree_changed``: told. ``leaves_at_s``: when a pool that is saved leaves the cache, if nobody uses it.
+
+    ``unix_offset_s``: Unix time minus the clock of the pools.
+    """
 
     def __init__(
         self,
@@ -44,12 +48,14 @@ class Restorer:
         room: Room,
         tree_changed: Callable[[], None],
         grace_end_s: Callable[[Pool], float],
+        leaves_at_s: Callable[[Pool], float],
         clock: Callable[[], float],
         unix_offset_s: float,
     ):
         self._tree, self._sessions, self._journal, self._watch = tree, sessions, journal, watch
         self._residency, self._room, self._tree_changed = residency, room, tree_changed
-        self._grace_end_s, self._clock, self._offset_s = grace_end_s, clock, unix_offset_s
+        self._grace_end_s, self._leaves_at_s = grace_end_s, leaves_at_s
+        self._clock, self._offset_s = clock, unix_offset_s
         self.n_models = 0
         """Counts changes of the model: what was planned or rendered before one is not for the engine after it."""
         self._fingerprint: str | None = None
@@ -161,6 +167,7 @@ class Restorer:
             )
         if rows:
             log.info("%d pools of an earlier run", len(rows))
+            self._residency.relabel()
             self._tree_changed()
 
     # Back into the cache -------------------------------------------------------------------------------------------
@@ -178,11 +185,22 @@ class Restorer:
             self._bringing = asyncio.create_task(self._bring(wanted, self._brought_epoch), name="polykv-bring-back")
 
     def _wanted(self) -> list[Pool]:
-        """Pinned first, then the last used; a parent before its children among equals."""
-        cold = [pool for pool in self._tree if self._residency.held(pool) is None]
+        """What is saved before what must be prefilled; of these pinned first, then the last used; parents first.
+
+        What is saved and would soon leave again stays away.
+        """
+        away = [pool for pool in self._tree if self._residency.held(pool) is None]
         now_s = self._clock()
-        wanted = [pool for pool in cold if pool.pin or self._grace_end_s(pool) > now_s]
-        return sorted(wanted, key=lambda pool: (not pool.pin, -pool.last_use_s, pool.depth))
+        wanted = [pool for pool in away if pool.pin or self._grace_end_s(pool) > now_s]
+        saved = {pool.pool_id for pool in wanted if self._is_saved(pool)}
+        leaves = {p.pool_id for p in wanted if p.pool_id in saved and not p.pin and self._leaves_at_s(p) <= now_s}
+        wanted = [pool for pool in wanted if pool.pool_id not in leaves]
+        return sorted(wanted, key=lambda p: (p.pool_id not in saved, not p.pin, -p.last_use_s, p.depth))
+
+    def _is_saved(self, pool: Pool) -> bool:
+        """It and all that must be there before it."""
+        above = [pool, *self._tree.ancestors(pool.pool_id)]
+        return all(p.residency == "warm" or self._residency.held(p) is not None for p in above)
 
     async def _bring(self, wanted: Sequence[Pool], epoch: str) -> None:
         for place, pool in enumerate(wanted):

@@ -90,7 +90,13 @@ class Sequences(Protocol):
         """Pools whose own sequence an order under way may name to the engine."""
 
     async def evict(self, pool: Pool) -> None:
-        """Give its sequence back; the pool stays, cold."""
+        """Give its sequence back; the pool stays, warm if it was saved, else cold."""
+
+    def can_save(self, pool: Pool) -> bool:
+        """Its state could be copied aside, and is not yet."""
+
+    async def save(self, pool: Pool) -> bool:
+        """Copy its state aside before it leaves. Gives whether it is saved."""
 
 
 class Room(Promises):
@@ -168,15 +174,19 @@ class Room(Promises):
         """Somebody waits for cells, and nobody overtakes."""
         return self._n_in_line > 0
 
-    async def make(self, n_cells: int, n_more: int = 0, *, for_request: bool = False) -> bool:
+    async def make(
+        self, n_cells: int, n_more: int = 0, *, for_request: bool = False, max_saves: int | None = None
+    ) -> bool:
         """Make room, evicting what nobody uses. Gives whether ``n_cells`` fit now; ``n_more`` would be nice.
 
         ``for_request``: if nothing else is left, also what only sessions between two turns use.
+        ``max_saves``: how many states are copied aside for it. None: one if a request waits for it, else all.
 
         The caller promises in the same step.
 
         Raises:  UpstreamError and its heirs
         """
+        n_saves = (1 if for_request else 1 << 30) if max_saves is None else max_saves
         async with self._making:
             stats = await self._watch.refresh() if self.n_total is not None else None
             while stats is not None and self.n_total is not None:
@@ -185,6 +195,10 @@ class Room(Promises):
                 victim = self._victim(idle_too=idle_too) if n_room < n_cells + n_more else None
                 if victim is None or (n_room < n_cells and n_room + self.n_evictable(idle_too=idle_too) < n_cells):
                     return n_room >= n_cells
+                if n_saves > 0 and self.sequences.can_save(victim):
+                    n_saves -= 1
+                    await self.sequences.save(victim)
+                    continue  # somebody may use it by now
                 log.info("evicting pool %s: %d cells are needed, %d are there", victim.label, n_cells, n_room)
                 await self.sequences.evict(victim)
                 stats = await self._watch.refresh()

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Literal
 
-from polykv_proxy.control.saved_books import Place, SavedBooks
+from polykv_proxy.control.saved_books import Place, SavedBooks, pool_tag, session_tag
 from polykv_proxy.control.tier_counts import TierCounts
 from polykv_proxy.control.watch import EngineWatch
 from polykv_proxy.errors import (
@@ -28,6 +28,8 @@ from polykv_proxy.errors import (
 )
 from polykv_proxy.ids import SeqId, SlotId
 from polykv_proxy.upstream import EngineClient, LoadedSlot, Materialized, Saved, SavedState
+
+__all__ = ["SavedStates", "pool_tag", "session_tag"]
 
 log = logging.getLogger("polykv.saved")
 

@@ -8,7 +8,7 @@ A pool's state is named by its content, so that another run of the proxy finds i
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Literal
 
 import xxhash
@@ -43,6 +43,7 @@ class SavedBooks:
     def __init__(self) -> None:
         self._states: dict[str, SavedState] = {}
         self._by_content: dict[Content, set[str]] = {}
+        self._once: set[Content] = set()
         self._busy: Counter[str] = Counter()
         self._changed_at: dict[str, int] = {}
         self._n_changes = 0
@@ -61,6 +62,14 @@ class SavedBooks:
         """States of a pool with these tokens, the one that begins last first: it takes the fewest cells."""
         states = [self._states[tag] for tag in self._by_content.get((tokens_hash, n_tokens), ())]
         return sorted(states, key=lambda state: -state.start)
+
+    def was_there(self, content: Content) -> bool:
+        """A state of this pool was there once, as far as this proxy knows."""
+        return content in self._once
+
+    def remember_only(self, contents: Container[Content]) -> None:
+        """Others will not be asked for again."""
+        self._once = {content for content in self._once if content in contents}
 
     def n_bytes(self, place: Place) -> int:
         """Bytes that the states take there. One that is in both places takes as much of each."""
@@ -107,7 +116,7 @@ class SavedBooks:
         state = self._states.pop(tag, None)
         if state is None:
             return
-        content = _content(state)
+        content = state_content(state)
         if content is not None:
             self._by_content[content].discard(tag)
             if not self._by_content[content]:
@@ -146,8 +155,9 @@ class SavedBooks:
 
     def _put(self, state: SavedState) -> None:
         self._states[state.tag] = state
-        content = _content(state)
+        content = state_content(state)
         if content is not None:
+            self._once.add(content)
             self._by_content.setdefault(content, set()).add(state.tag)
 
     def _touched(self, tag: str) -> None:
@@ -158,8 +168,8 @@ class SavedBooks:
         return self._changed_at.get(tag, 0) > since
 
 
-def _content(state: SavedState) -> Content | None:
-    """None of a session's: nobody but the session asks for it."""
+def state_content(state: SavedState) -> Content | None:
+    """Which pool's state it is; None of a session's, which nobody but the session asks for."""
     if not state.tag.startswith(POOL) or not state.tokens_hash:
         return None
     return int(state.tokens_hash, 16), state.n_tokens

@@ -9,7 +9,7 @@ earlier period of the lease is never freed: a period ends when the lease is lost
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from polykv_proxy.control.watch import EngineWatch
 from polykv_proxy.errors import (
@@ -91,8 +91,11 @@ class EngineSequences:
                 order.cancel()
                 await asyncio.wait([order])
 
-    async def _look_for(self, tag: str, lost: PolyKVError) -> Materialized:
-        """The answer got lost: the engine may still be at it. Follow its tag until it is ready or gone."""
+    async def _look_for(self, tag: str, lost: PolyKVError, besides: Collection[SeqId] = ()) -> Materialized:
+        """The answer got lost: the engine may still be at it. Follow its tag until it is ready or gone.
+
+        ``besides``: sequences that may have the same tag, and are somebody's.
+        """
         progress = _Progress(self._watch, self.stall_s)
         while True:
             progress.check()
@@ -100,7 +103,7 @@ class EngineSequences:
             if listed.epoch != self._watch.epoch:
                 await self._watch.refresh()
                 continue
-            found = next((p for p in listed.pools if p.tag == tag and p.state != "free"), None)
+            found = next((p for p in listed.pools if p.tag == tag and p.state != "free" and p.seq not in besides), None)
             if found is None:
                 raise lost
             if found.state == "ready" and found.tokens_hash:

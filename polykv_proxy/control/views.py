@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from polykv_proxy.control.ledger import Ledger
+from polykv_proxy.control.tier import Tier, TierFacts
 from polykv_proxy.control.watch import EngineWatch
 from polykv_proxy.errors import SessionNotFound
 from polykv_proxy.ids import PoolId, SessionId, SlotId
@@ -52,11 +53,14 @@ class Views:
         ledger: Ledger,
         in_use: Callable[[], Collection[PoolId]],
         grace_end_s: Callable[[Pool], float],
+        saved_bytes: Callable[[Pool], int],
         taken_by: Callable[[], str | None],
+        tier: Tier,
     ):
         self._tree, self._sessions, self._watch, self._clock = tree, sessions, watch, clock
         self._journal, self._unix_offset_s = journal, unix_offset_s
         self._ledger, self._in_use, self._grace_end_s, self._taken_by = ledger, in_use, grace_end_s, taken_by
+        self._saved_bytes, self._tier = saved_bytes, tier
 
     def pools(self, ref: int | str | None = None) -> dict[str, Any]:
         """The tree, or one subtree.
@@ -76,16 +80,41 @@ class Views:
             kv_cells_used=cells.used if cells is not None else None,
             kv_cells_total=cells.total if cells is not None else None,
         )
-        return pools_view(
+        view = pools_view(
             self._tree,
             self.session_facts(),
             facts,
             accounts=self._ledger.accounts(),
             gone=self._ledger.gone(),
             retention=RetentionFacts(in_use=self._in_use(), grace_end_s=self._grace_end_s),
+            saved_bytes=self._saved_bytes,
             top=top,
             unix_offset_s=self._unix_offset_s,
         )
+        return view | self._warm(self._tier.facts())
+
+    def _warm(self, tier: TierFacts) -> dict[str, Any]:
+        """What is saved outside the cache, and what idle cells inside cost."""
+        places = {"ram": tier.ram, "disk": tier.disk}
+        return {
+            "kv_cells_high": tier.hi,
+            "idle_tax": tier.idle_tax,
+            "warm": {
+                "why_off": tier.why_off or None,
+                **{
+                    name: {
+                        "bytes": place.n_bytes,
+                        "max_bytes": place.max_bytes,
+                        "pools": place.n_pools,
+                        "sessions": place.n_sessions,
+                        "hits": tier.counts.n_loads.get(name, 0),
+                    }
+                    for name, place in places.items()
+                },
+                "misses": tier.counts.n_misses,
+                "saves": tier.counts.n_saves,
+            },
+        }
 
     def sessions(self) -> dict[str, Any]:
         self._ledger.sync()

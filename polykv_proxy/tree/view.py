@@ -56,10 +56,13 @@ def pools_view(
     accounts: Accounts | None = None,
     gone: Mapping[PoolId, Gone] | None = None,
     retention: RetentionFacts | None = None,
+    saved_bytes: Callable[[Pool], int] = lambda _: 0,
     top: PoolId | None = None,
     unix_offset_s: float = 0.0,
 ) -> dict[str, Any]:
     """Show the whole tree, or the subtree of ``top``.
+
+    ``saved_bytes``: of what is saved of a pool outside the cache, also while it is resident.
 
     Units:   unix_offset_s: Unix time minus the clock of the pools' *_s
     """
@@ -86,6 +89,7 @@ def pools_view(
                 subtree_cells=subtree[pool.pool_id] if engine.answers else None,
                 engine=engine,
                 retention=retention,
+                warm_bytes=saved_bytes(pool),
                 unix_offset_s=unix_offset_s,
             )
             for pool in pools
@@ -121,6 +125,7 @@ def _pool_json(
     subtree_cells: int | None,
     engine: EngineFacts,
     retention: RetentionFacts,
+    warm_bytes: int,
     unix_offset_s: float,
 ) -> dict[str, Any]:
     bytes_per_token = engine.bytes_per_token
@@ -152,7 +157,7 @@ def _pool_json(
         "own_kv_bytes": kv_bytes(own_cells, bytes_per_token),
         "subtree_kv_cells": subtree_cells,
         "subtree_kv_bytes": kv_bytes(subtree_cells, bytes_per_token),
-        "warm_bytes": 0,  # there is no warm tier yet
+        "warm_bytes": warm_bytes,
         "children": list(children),
         "sessions": [_session_json(session, bytes_per_token) for session in sessions],
     }
