@@ -21,7 +21,6 @@ pytestmark = pytest.mark.engine
 POOLS, ROOT, CHILD, SLOT, MORE = "/polykv/engine/pools", 5, 6, 1, 12
 FIRST, SECOND, OTHER = [1] * 40 + [2] * 30, [1] * 40 + [3] * 50, [9] * 25
 MIB = 1 << 20
-FLAGS = ("--polykv-save-ram", "64", "--polykv-save-disk", "64")
 Order = tuple[str, str, Any]
 
 
@@ -141,6 +140,20 @@ STORIES: dict[str, list[Order]] = {
     ],
 }
 
+BUDGETS_MIB = {"no memory": (0, 64), "no disk": (64, 0), "nothing at all": (0, 0)}
+for named in BUDGETS_MIB:
+    STORIES[named] = [
+        STATS,
+        save("a", seq=ROOT),
+        save("b", seq=ROOT, to="disk"),
+        save("c", seq=ROOT, to="both"),
+        load("a"),
+        load("b"),
+        LIST,
+        forget("a"),
+        forget("b"),
+    ]
+
 UNKNOWABLE = {"bytes", "t_ms", "t_copy_ms", "t_write_ms", "n_ckpt", "gen"}
 SHOWN = {"cells", "saved"}
 """Of the stats, and of a slot there:"""
@@ -179,19 +192,21 @@ async def tell(client: httpx.AsyncClient, orders: list[Order]) -> list[Any]:
 
 
 @asynccontextmanager
-async def fake() -> AsyncIterator[FakeEngine]:
+async def fake(ram_mib: int, disk_mib: int) -> AsyncIterator[FakeEngine]:
     sizes: dict[str, Any] = {"n_slots": 4, "max_pools": 8, "n_cells": 8192}
-    async with FakeEngine(**sizes, save_ram=64 * MIB, save_disk=64 * MIB) as engine:
+    async with FakeEngine(**sizes, save_ram=ram_mib * MIB, save_disk=disk_mib * MIB) as engine:
         yield engine
 
 
 @pytest.mark.parametrize("story", STORIES)
 def test_the_same_orders_get_the_same_answers(launch: Launcher, tmp_path: Path, story: str) -> None:
-    real = launch.pooled("dense", *FLAGS, "--polykv-save-path", str(tmp_path / "states"), "--no-cache-idle-slots")
+    ram_mib, disk_mib = BUDGETS_MIB.get(story, (64, 64))
+    flags = ("--polykv-save-ram", str(ram_mib), "--polykv-save-disk", str(disk_mib))
+    real = launch.pooled("dense", *flags, "--polykv-save-path", str(tmp_path / "states"), "--no-cache-idle-slots")
 
     async def both() -> tuple[list[Any], list[Any]]:
         orders = [*FURNISH, *STORIES[story]]
-        async with fake() as engine, httpx.AsyncClient(base_url=engine.url) as client:
+        async with fake(ram_mib, disk_mib) as engine, httpx.AsyncClient(base_url=engine.url) as client:
             ours = await tell(client, orders)
         async with httpx.AsyncClient(base_url=real.server.url, timeout=60) as client:
             return ours, await tell(client, orders)
