@@ -23,7 +23,9 @@ MIN_SPREAD_CELLS = 256
 """A decode scans in steps of so many cells: ``hi`` must have a standard deviation of as much."""
 HALF_LIFE_SAMPLES = 256
 MAX_RELATIVE_ERROR = 0.5
-"""Of the slope. A worse one is not told."""
+"""Of the slope. A worse one is not told, unless it is as good as none:"""
+NO_TAX = 0.02
+"""what ``hi`` did by so far changed the time of a step by less than this share of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +81,11 @@ class Line:
         s_xy, s_yy = self._xy - self._w * mean_x * mean_y, self._yy - self._w * mean_y**2
         b = s_xy / s_xx
         error = math.sqrt(max(0.0, s_yy - b * s_xy) / (self._w - 2) / s_xx)
-        if b <= 0:
-            return (mean_y, 0.0) if -b <= 2 * error else None
-        return (mean_y - b * mean_x, b) if error <= MAX_RELATIVE_ERROR * b else None
+        is_flat = (abs(b) + 2 * error) * math.sqrt(s_xx / self._w) <= NO_TAX * mean_y
+        if not is_flat and error > MAX_RELATIVE_ERROR * b:
+            return None
+        b = max(0.0, b)
+        return mean_y - b * mean_x, b
 
 
 class IdleTax:
