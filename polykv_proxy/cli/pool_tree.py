@@ -24,6 +24,7 @@ _SESSIONS_MAX = 12
 _SESSION_LEAST = 10
 _TREE_LABEL = 28
 _LIST_LABEL = 10
+_CELLS_CLOSE = 256
 _COLOURS = {"resident": "green", "materializing": "yellow", "warm": "cyan", "cold": "bright_black"}
 
 
@@ -35,12 +36,22 @@ def summary(view: Mapping[str, Any]) -> str:
     """One line below the tree: how much of everything is in use."""
     pools = view["pools"]
     n_sessions = sum(len(pool["sessions"]) for pool in pools)
+    high, used = view.get("kv_cells_high"), view.get("kv_cells_used")
+    stray = f", highest {count(high)}" if high and used is not None and high > used + used // 4 + _CELLS_CLOSE else ""
     parts = [
         f"{count(len(pools))} pool{'' if len(pools) == 1 else 's'}, depth {view.get('tree_depth', UNKNOWN)}",
         f"{count(n_sessions)} session{'' if n_sessions == 1 else 's'}",
         f"sequences {count(view.get('seq_ids_used'))}/{count(view.get('seq_ids_max'))}",
-        f"cells {count(view.get('kv_cells_used'))}/{count(view.get('kv_cells_total'))}",
+        f"cells {count(used)}/{count(view.get('kv_cells_total'))}{stray}",
     ]
+    warm = view.get("warm") or {}
+    parts += [
+        f"{name} {human_bytes(place['bytes'])}"
+        for name, key in (("warm", "ram"), ("on disk", "disk"))
+        if (place := warm.get(key)) and place["bytes"]
+    ]
+    if view.get("idle_tax"):
+        parts.append(f"idle cells cost {view['idle_tax']:.0%}")
     return " · ".join(parts)
 
 
@@ -103,6 +114,8 @@ def _where(pool: Mapping[str, Any]) -> "Text":
     from rich.text import Text
 
     text = Text(str(pool["residency"] or "unknown"), style=_COLOURS.get(pool["residency"], ""))
+    if pool["residency"] == "warm":
+        text.append(f" {human_bytes(pool['warm_bytes'])}", style="cyan")
     if pool.get("pinned"):
         text.append(" pinned, unused" if pool.get("orphaned_pin") else " pinned", style="magenta")
     if pool.get("auto"):

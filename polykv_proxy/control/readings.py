@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from polykv_proxy.control.tier import Tier, TierFacts
 from polykv_proxy.control.views import Views
 from polykv_proxy.control.watch import EngineWatch
 from polykv_proxy.ids import PoolId
@@ -46,9 +47,10 @@ class Readings:
     cells_used: int | None
     cells_total: int | None
     cells_high: int | None
+    warm: TierFacts
 
 
-def take_readings(tree: PoolTree, watch: EngineWatch, views: Views) -> Readings:
+def take_readings(tree: PoolTree, watch: EngineWatch, views: Views, tier: Tier) -> Readings:
     stats = watch.stats
     up = watch.state == "ready"
     cells = stats.cells if stats is not None and up and not watch.sleeping else None
@@ -83,6 +85,7 @@ def take_readings(tree: PoolTree, watch: EngineWatch, views: Views) -> Readings:
         cells_used=cells.used if cells is not None else None,
         cells_total=cells.total if cells is not None else None,
         cells_high=cells.hi if cells is not None else None,
+        warm=tier.facts(),
     )
 
 

@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector, CollectorRegistry
 
 from polykv_proxy.control import Control
 from polykv_proxy.control.readings import PoolReading, Readings
+from polykv_proxy.control.tier import TierFacts
 from polykv_proxy.errors import UpstreamError
 from polykv_proxy.tree.pool import Residency
 
@@ -88,6 +89,7 @@ class _Ours(Collector):
             ("kv_cells_high", "Highest used cell + 1: what every decode scans.", readings.cells_high),
         )
         yield from (_gauge(name, what, value) for name, what, value in known if value is not None)
+        yield from _of_warm_tier(readings.warm)
 
 
 def _of_pools(readings: Readings) -> Iterator[Metric]:
@@ -114,6 +116,34 @@ def _per_pool(
     for label, pool in sorted(readings.pools.items()):
         metric.add_metric([label], of(pool))
     return metric
+
+
+def _of_warm_tier(warm: TierFacts) -> Iterator[Metric]:
+    counts, places = warm.counts, {"ram": warm.ram, "disk": warm.disk}
+    held = {name: place.n_bytes for name, place in places.items()}
+    budgets = {name: place.max_bytes for name, place in places.items()}
+    yield _by("warm_bytes", "Bytes of saved states outside the cache.", "place", held)
+    yield _by("warm_max_bytes", "Bytes that saved states may take.", "place", budgets)
+    if warm.idle_tax is not None:
+        yield _gauge("idle_tax_ratio", "Share of a decode step's time that is due to idle cells.", warm.idle_tax)
+    hits = CounterMetricFamily(PREFIX + "warm_hits", "States brought back without a prefill.", labels=["place"])
+    for place in places:
+        hits.add_metric([place], counts.n_loads.get(place, 0))
+    yield hits
+    failures = CounterMetricFamily(PREFIX + "warm_failures", "Saves and loads that failed.", labels=["code"])
+    for code, n in sorted(counts.n_failures.items()):
+        failures.add_metric([code], n)
+    yield failures
+    totals = (
+        ("warm_misses", "Prefills of what had been saved once.", counts.n_misses),
+        ("warm_saves", "States saved.", counts.n_saves),
+        ("warm_left", "Pools that left the cache because nobody used them.", warm.n_left),
+        ("warm_moved", "Pools that were moved to lower cells.", warm.n_moved),
+        ("warm_forgotten", "States given up for others, or because nobody can use them.", counts.n_forgotten),
+        ("warm_save_seconds", "Time spent on saving.", counts.save_ms / 1e3),
+        ("warm_load_seconds", "Time spent on bringing back.", counts.load_ms / 1e3),
+    )
+    yield from (CounterMetricFamily(PREFIX + name, what, value=value) for name, what, value in totals)
 
 
 def _gauge(name: str, what: str, value: float) -> Metric:

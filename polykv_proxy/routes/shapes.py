@@ -150,6 +150,26 @@ class Unpooled(_Shape):
     sessions: list[PoolSession]
 
 
+class WarmPlace(_Shape):
+    """Saved states in one place. ``max_bytes`` 0: it is not used. ``hits``: states that came back from there."""
+
+    bytes: Count
+    max_bytes: Count
+    pools: Count
+    sessions: Count
+    hits: Count
+
+
+class WarmShown(_Shape):
+    """What is saved outside the cache. ``misses``: prefills of what had been saved once."""
+
+    why_off: str | None
+    ram: WarmPlace
+    disk: WarmPlace
+    misses: Count
+    saves: Count
+
+
 class PoolSubtreeShown(_Shape):
     """A pool and what is below it: parents before children."""
 
@@ -159,6 +179,11 @@ class PoolSubtreeShown(_Shape):
     seq_ids_max: Count | None
     kv_cells_used: Count | None
     kv_cells_total: Count | None
+    kv_cells_high: Count | None
+    """Highest used cell + 1: what every decode scans."""
+    idle_tax: Annotated[float, Field(ge=0, le=1)] | None
+    """Share of the present decode steps' time that is due to cells nobody at work holds; learned."""
+    warm: WarmShown
     kv_bytes_per_token: float | None
     kv_streams_total: Count | None
     kv_streams_free: Count | None

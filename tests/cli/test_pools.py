@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from polykv_proxy.cli import app as polykvctl
+from polykv_proxy.cli.pool_tree import summary
 from polykv_proxy.cli.pools import app
 from polykv_proxy.ids import SessionId
 from polykv_proxy.tree.view import SessionFacts
@@ -65,6 +66,17 @@ def test_tree_shows_lineage_sizes_and_sessions_in_80_columns(server: ContractSer
         "",
         "4 pools, depth 3 · 1 session · sequences 8/22 · cells 1,986/16,384",
     ]
+
+
+def test_what_is_saved_outside_the_cache_is_told() -> None:
+    cells = {"kv_cells_used": 2000, "kv_cells_total": 16384, "kv_cells_high": 2756, "idle_tax": None}
+    view = {"pools": [], "tree_depth": 0, "seq_ids_used": 0, "seq_ids_max": 16, **cells}
+    start = "0 pools, depth 0 · 0 sessions · sequences 0/16 · cells 2,000/16,384"
+    assert summary(view) == start
+    places = {"ram": {"bytes": 40_118_176}, "disk": {"bytes": 0}}
+    assert summary(view | {"kv_cells_high": 2757, "warm": places}) == f"{start}, highest 2,757 · warm 40.1 MB"
+    places = {"ram": {"bytes": 0}, "disk": {"bytes": 80_000_000}}
+    assert summary(view | {"idle_tax": 0.31, "warm": places}) == f"{start} · on disk 80.0 MB · idle cells cost 31%"
 
 
 def test_deep_tree_stays_within_80_columns(server: ContractServer) -> None:

@@ -137,3 +137,24 @@ async def test_keys_are_those_of_the_data_plane(engine: FakeEngine, make_proxy: 
             answer = await proxy.client.get("/metrics", headers={"Authorization": f"Bearer {key}"})
             assert answer.status_code == 200
             assert samples(answer)["engine_up"] == {(): 1}
+
+
+async def test_what_is_saved_outside_the_cache(make_proxy: ProxyMaker) -> None:
+    async with FakeEngine(save_ram=1 << 20) as engine, make_proxy(engine.url) as proxy:
+        empty = await scrape(proxy)
+        assert empty["warm_bytes"] == {("ram",): 0, ("disk",): 0}
+        assert empty["warm_max_bytes"] == {("ram",): 1 << 20, ("disk",): 0}
+        assert empty["warm_hits_total"] == {("ram",): 0, ("disk",): 0}
+        assert "warm_failures_total" not in empty
+        await proxy.pool(PREFIX, "desk")
+        evicted = (await proxy.client.post("/polykv/pools/desk/evict?to=warm")).raise_for_status().json()
+        assert evicted["residency"] == "warm"
+        shown = await scrape(proxy)
+        assert shown["pools"][("warm",)] == 1
+        assert shown["warm_bytes"][("ram",)] == engine.saved.usage()["ram"]["bytes"] > 0
+        assert (shown["warm_saves_total"], shown["warm_misses_total"]) == ({(): 1}, {(): 0})
+        await ask(proxy, [*PREFIX, 1], pool_id="desk", session_id="a")
+        back = await scrape(proxy)
+        assert back["warm_hits_total"] == {("ram",): 1, ("disk",): 0}
+        assert back["pools"][("resident",)] == 1
+        assert back["warm_load_seconds_total"][()] > 0
