@@ -46,7 +46,7 @@ class SavedBooks:
         self._once: set[Content] = set()
         self._busy: Counter[str] = Counter()
         self._changed_at: dict[str, int] = {}
-        self._n_changes = 0
+        self._n_changes = self._found_since = 0
         self.known = False
         """The engine's list was read since it was started."""
         self.on_found: Callable[[], None] = lambda: None
@@ -83,6 +83,9 @@ class SavedBooks:
 
     def found(self, listed: Iterable[SavedState], since: int) -> None:
         """The engine's list, asked for after ``since`` was marked."""
+        if since < self._found_since:
+            return  # a newer one was there before
+        self._found_since = since
         there: dict[str, SavedState] = {}
         for state in listed:
             if state.usable and not self._is_newer(state.tag, since):
