@@ -11,7 +11,7 @@ Any failure is a miss: then the pool is prefilled as if there were no tier.
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from polykv_proxy.control.making import PoolMaker
@@ -62,6 +62,8 @@ class PoolLoader(PoolMaker, ABC):
         self._saves: dict[Content, asyncio.Task[None]] = {}
         self.why_not_saved: dict[Content, PolyKVError] = {}
         """Pools that cannot be saved as they are in the cache now: nobody tries again until they were made anew."""
+        self.empty_idle_slots: Callable[[int], Awaitable[None]] = _nothing_to_empty
+        """A load clears no idle slots for its cells, as a prefill does: whoever knows them does."""
         self.has_strangers = False
         """States may be saved of pools that are not on the tree."""
 
@@ -281,7 +283,7 @@ class PoolLoader(PoolMaker, ABC):
             try:
                 made = await self._order_load(pool, state, seq_id)
             except (KvExhausted, SeqIdsExhausted) as e:
-                if not is_last and await self._made_more_room(e, n_cells, for_request=True):
+                if not is_last and await self._made_room_to_load(e, n_cells):
                     continue
                 log.info("pool %s is prefilled, its saved state finds no room: %s", pool.label, e.message)
                 return None
@@ -299,6 +301,17 @@ class PoolLoader(PoolMaker, ABC):
             log.info("pool %s: [%d, %d) is back without a prefill", pool.label, state.start, pool.prefix_len)
             return made
         return None
+
+    async def _made_room_to_load(self, refused: KvExhausted | SeqIdsExhausted, n_cells: int) -> bool:
+        made = await self._made_more_room(refused, n_cells, for_request=True)
+        if isinstance(refused, SeqIdsExhausted):
+            return made
+        try:
+            await self.empty_idle_slots(n_cells)
+        except PolyKVError as e:
+            log.info("idle slots keep their cells: %s", e.message)
+            return made
+        return True
 
     async def _order_load(self, pool: Pool, state: SavedState, source: SeqId | None) -> Materialized:
         """One load, believed only when the hash of what the engine holds is right."""
@@ -319,6 +332,10 @@ class PoolLoader(PoolMaker, ABC):
 
     def _owned(self) -> set[SeqId]:
         return {pool.seq_id for pool in self._tree.residents() if pool.seq_id is not None}
+
+
+async def _nothing_to_empty(n_cells: int) -> None:
+    """Until somebody knows the slots."""
 
 
 def _content_of(pool: Pool) -> Content:

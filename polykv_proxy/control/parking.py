@@ -204,6 +204,11 @@ class Parking:
             n_free -= max(0, session.held_n_tokens - (slot.n_tokens if slot is not None else 0))
         return n_free
 
+    async def make_room(self, n_cells: int) -> None:
+        """Empty slots that rest until so many cells are free, for a pool that is to be loaded: that clears none."""
+        if self.on:
+            await self._make_room(n_cells, None, n_saves=1)
+
     async def _make_room(self, n_cells: int, slot_id: SlotId | None, *, n_saves: int) -> None:
         """Empty slots that rest until so many cells are free: the engine would do it, with any slot, unsaved.
 

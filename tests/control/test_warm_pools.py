@@ -538,3 +538,17 @@ async def test_a_planted_pool_with_the_same_tokens_is_warm_too(plane):
     n = n_prefilled(plane)
     await ensure(plane, "twin")
     assert n_prefilled(plane) == n
+
+
+async def test_a_load_gets_the_cells_of_slots_that_rest(engine):
+    """The engine clears them for a prefill, not for a load."""
+    async with planes(engine, warm_after_s=LATER) as plane:
+        await plane.create(tokens=[1] * 300, name="a")
+        await evict(plane, "a")
+        async with plane.session.post(engine.url + "/completion", json={"prompt": [7] * 900, "n_predict": 0}) as r:
+            assert r.status == 200
+        assert engine.cache.free() < 300
+        n = n_prefilled(plane)
+        await ensure(plane, "a")
+        assert (n_prefilled(plane), residencies(plane)) == (n, {"a": "resident"})
+        await books_hold(plane)
