@@ -1,4 +1,5 @@
-"""Pools that nobody uses leave the cache, and what lies high in it moves down. One thing per heartbeat, only at rest.
+"""Pools that nobody uses leave the cache, what lies high in it moves down, and where there is a disk all are written to
+it. One of these per heartbeat, only at rest.
 
 Every decode scans up to the highest used cell, so idle pools cost everybody's speed. After ``after_s`` without use they
 are saved and freed: never a pinned one, never one in use, and never one whose cells somebody else holds too. That would
@@ -81,6 +82,8 @@ class IdlePools:
         pool = self._longest_idle()
         if pool is not None:
             await self._send_away(pool)
+        elif (unwritten := self._unwritten()) is not None:
+            await self._write(unwritten)
         elif self._after_s > 0:
             await self._move_down()
 
@@ -125,6 +128,23 @@ class IdlePools:
             log.info("pool %s leaves the cache: unused for %.0f s", pool.label, self._clock() - pool.last_use_s)
             self.n_left += 1
             await self._residency.evict(pool)
+
+    # On disk -------------------------------------------------------------------------------------------------------
+
+    def _unwritten(self) -> Pool | None:
+        """A pool that a restart of the engine would cost a prefill: pinned ones first, then the last used."""
+        return max(
+            (pool for pool in self._tree.residents() if not self._residency.is_written(pool)),
+            key=lambda pool: (pool.pin, not pool.auto, pool.last_use_s, -pool.depth),
+            default=None,
+        )
+
+    async def _write(self, pool: Pool | None) -> None:
+        while pool is not None and self._is_at_rest():
+            await self._residency.write(pool)
+            written, pool = pool, self._unwritten()
+            if pool is written:
+                return  # it failed, and is tried again with the next heartbeat
 
     # Down ----------------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from typing import Any
 from polykv_proxy.control.making import PoolMaker
 from polykv_proxy.control.room import Room
 from polykv_proxy.control.saved import SavedStates, pool_tag
-from polykv_proxy.control.saved_books import Content, state_content
+from polykv_proxy.control.saved_books import Content, Place, state_content
 from polykv_proxy.control.watch import EngineWatch
 from polykv_proxy.errors import (
     KvExhausted,
@@ -123,11 +123,16 @@ class PoolLoader(PoolMaker, ABC):
     # Out of the cache ----------------------------------------------------------------------------------------------
 
     def can_save(self, pool: Pool) -> bool:
-        """It is in the cache, is not saved yet in a way that serves, and could be."""
+        """It is in the cache, is not saved yet in a way that serves best, and could be."""
         if pool.seq_id is None or not self.saved.available or _content_of(pool) in self.why_not_saved:
             return False
+        return not self._is_in(self.saved.places()[0], pool)
+
+    def _is_in(self, place: Place, pool: Pool) -> bool:
+        """A state that serves as long as its parent does is saved there."""
         wanted = self.start_of(pool)
-        return not any(state.start in (0, wanted) for state in self.saved.of_content(*_content_of(pool)))
+        states = self.saved.of_content(*_content_of(pool))
+        return any(state.start in (0, wanted) and place in state.places for state in states)
 
     def can_return(self, pool: Pool) -> bool:
         """Its state is saved, or can be, from just where its parent's range in the cache ends."""
@@ -157,18 +162,31 @@ class PoolLoader(PoolMaker, ABC):
         if task is None:
             if not self.can_save(pool):
                 return bool(self.saved.of_content(*content))
-            task = self._saves[content] = asyncio.create_task(self._save(pool), name=f"polykv-save-{pool.pool_id}")
+            only: Place | None = "ram" if self._is_in("disk", pool) else None
+            work = self._save(pool, only)
+            task = self._saves[content] = asyncio.create_task(work, name=f"polykv-save-{pool.pool_id}")
             task.add_done_callback(lambda _: self._saves.pop(content, None))
         await asyncio.shield(task)
         return bool(self.saved.of_content(*content))
 
-    async def _save(self, pool: Pool) -> None:
+    def is_written(self, pool: Pool) -> bool:
+        """It is on disk, or cannot be: a restart of the engine finds all of it that can be found."""
+        if "disk" not in self.saved.places() or pool.seq_id is None or _content_of(pool) in self.why_not_saved:
+            return True
+        return self._is_in("disk", pool)
+
+    async def write(self, pool: Pool) -> None:
+        """Copy a pool's state to the disk, where it outlives the engine. What fails is in the log."""
+        if _content_of(pool) not in self._saves and not self.is_written(pool):
+            await self._save(pool, only="disk")
+
+    async def _save(self, pool: Pool, only: Place | None = None) -> None:
         seq_id, start, content = pool.seq_id, self.start_of(pool), _content_of(pool)
         if seq_id is None:
             return
         tag = pool_tag(pool.tokens_hash, pool.prefix_len, start)
         try:
-            state = await self.saved.save(seq=seq_id, start=start, tag=tag)
+            state = await self.saved.save(seq=seq_id, start=start, tag=tag, only=only)
         except (SavingUnsupported, SavingRefused, SavedBudget) as e:
             log.info("pool %s is not saved: %s", pool.label, e.message)
             self.why_not_saved[content] = e
@@ -181,6 +199,9 @@ class PoolLoader(PoolMaker, ABC):
             log.warning("sequence %d does not hold pool %s", seq_id, pool.label)
             self.unsure = True
             await self.saved.forget(tag)
+        for twin in self._tree.twins(pool.pool_id) if pool.pool_id in self._tree else ():
+            if twin.residency == "cold":
+                self._tree.set_residency(twin.pool_id, self.residency_without(twin))
 
     # Back into the cache -------------------------------------------------------------------------------------------
 

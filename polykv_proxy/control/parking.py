@@ -310,7 +310,10 @@ class Parking:
                 return False
 
     async def _save(self, session: Session, slot_id: SlotId) -> bool:
-        """Gives whether the engine keeps what the slot holds of this session. Raises UpstreamError and its heirs."""
+        """Gives whether the slot may be emptied: what it holds of this session is kept, or is soon prefilled again.
+
+        Raises:  UpstreamError and its heirs
+        """
         tag = session_tag(session.session_id)
         if not self._is_unsaved(session):
             return True
@@ -322,7 +325,7 @@ class Parking:
         self._ledger.sync()
         start = slot.n_pool_shared
         if slot.n_tokens - start < MIN_OWN_TOKENS:
-            return False
+            return True  # not worth keeping, nor worth the cells that it and its pool would stay in for it
         state = await self._saved.save(id_slot=slot_id, start=start, tag=tag)
         if state.n_tokens != slot.n_tokens or self._sessions.get(session.session_id) is not session:
             await self._saved.forget(tag)

@@ -101,9 +101,18 @@ class SavedStates(SavedBooks):
     # Changing ------------------------------------------------------------------------------------------------------
 
     async def save(
-        self, *, seq: SeqId | int = -1, id_slot: SlotId | int = -1, start: int = 0, n_tokens: int = -1, tag: str
+        self,
+        *,
+        seq: SeqId | int = -1,
+        id_slot: SlotId | int = -1,
+        start: int = 0,
+        n_tokens: int = -1,
+        tag: str,
+        only: Place | None = None,
     ) -> SavedState:
         """Copy ``[start, n_tokens)`` of a sequence or a slot out of the cache, wherever there is or can be room.
+
+        ``only``: nowhere else.
 
         Raises:  SavedBudget, SavingUnsupported, SavingRefused, SequenceGone, UpstreamError and its heirs
         """
@@ -112,12 +121,13 @@ class SavedStates(SavedBooks):
         began_s = time.monotonic()
         with self.working_on(tag), self._counting_failures():
             try:
-                saved = await self._save_somewhere(seq, id_slot, start, n_tokens, tag)
+                places = self.places() if only is None else [only]
+                saved = await self._save_somewhere(seq, id_slot, start, n_tokens, tag=tag, places=places)
             except (UpstreamUnavailable, UpstreamTimeout, asyncio.CancelledError):
                 self.known = False  # it may be there all the same
                 raise
             saved = await self._also_on_disk(saved, seq, id_slot)
-            state = _bare(saved)
+            state = self._with_other_places(_bare(saved))
             self.enter(state)
             await self._keep_within_budgets(state)
         self.counts.saved(time.monotonic() - began_s)
@@ -160,9 +170,18 @@ class SavedStates(SavedBooks):
 
     # Inside --------------------------------------------------------------------------------------------------------
 
-    async def _save_somewhere(self, seq: int, id_slot: int, start: int, n_tokens: int, tag: str) -> Saved:
+    def _with_other_places(self, state: SavedState) -> SavedState:
+        """Saving it in one place leaves the same state in the other where it is."""
+        before = self.find(state.tag)
+        if before is None or _content(before) != _content(state):
+            return state
+        there = {*before.places, *state.places}
+        return state.model_copy(update={"places": tuple(place for place in ("ram", "disk") if place in there)})
+
+    async def _save_somewhere(
+        self, seq: int, id_slot: int, start: int, n_tokens: int, *, tag: str, places: list[Place]
+    ) -> Saved:
         """Every turn forgets something, or goes for less than before."""
-        places = self.places()
         to: To = "both" if len(places) == 2 else places[0]
         while True:
             try:
@@ -238,6 +257,10 @@ class SavedStates(SavedBooks):
         except PolyKVError as e:
             self.counts.n_failures[e.code] += 1
             raise
+
+
+def _content(state: SavedState) -> tuple[str, int, int]:
+    return state.tokens_hash, state.n_tokens, state.start
 
 
 def _bare(saved: Saved) -> SavedState:

@@ -400,6 +400,18 @@ async def test_idle_sessions_leave_the_cache_and_come_back(engine: FakeEngine, m
         assert went_on(receipt, said("a", 1))
 
 
+async def test_an_idle_session_with_little_of_its_own_leaves_its_pool_to_go(make_proxy: ProxyMaker) -> None:
+    async with FakeEngine(save_ram=RAM) as engine, make_proxy(engine.url, warm_after_s=0.2) as proxy:
+        tokens = engine.template.render(COMPLETION, {"prompt": SYSTEM})[0][0]
+        await proxy.pool(tokens=tokens)
+        agent = Agent(proxy, "brief")
+        assert went_on(await agent.say("Hi."), "Hi.")
+        await until(lambda: engine.slots[0].tokens == [])
+        assert tag("brief") not in engine.saved.ram
+        receipt = await agent.say("Bye.")
+        assert (receipt["miss_reason"], receipt["cached_n_tokens"]) == (None, len(tokens))
+
+
 async def test_an_idle_session_that_cannot_be_saved_stays_in_its_slot(
     engine: FakeEngine, make_proxy: ProxyMaker
 ) -> None:
