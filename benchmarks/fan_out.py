@@ -216,8 +216,11 @@ def repeats_for(stock: EngineServer) -> int:
     return (N_PREFIX - n_tokens[0]) * 10 // (n_tokens[1] - n_tokens[0]) + 2
 
 
-def measure(n_rounds: int, say: Any, up_to: int | None = None) -> Measured:
-    """``up_to``: while a ratio of the rounds is not met, run more of both kinds, up to this many of each."""
+def measure(n_rounds: int, say: Any, up_to: int | None = None, enough: float | None = None) -> Measured:
+    """``up_to``: while a ratio of the rounds is not met, run more of both kinds, up to this many of each.
+
+    ``enough``: after an even number of pairs of prefills whose ratio is at most this, run no more of them.
+    """
     found = Measured()
     with ExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="polykv-fan-out-")))
@@ -233,6 +236,8 @@ def measure(n_rounds: int, say: Any, up_to: int | None = None) -> Measured:
             ]
             for measure_arm in arms if number % 2 else reversed(arms):
                 measure_arm(system_text(name, n_repeats))
+            if number % 2 and enough is not None and found.of_prefill <= enough:
+                break
         system = system_text("Alder", n_repeats)
         say("four agents on a cold stock server")
         found.cold.append(stock_round(stock, system, 0))

@@ -39,8 +39,12 @@ class Deployment:
         self.engine.stop()
 
     def restart_proxy(self) -> None:
-        """kill -9; the journal is all that is left of it."""
+        """kill -9; the journal is all that is left of it, and the engine is still busy with what it asked for.
+
+        The next one does not wait until the lease has run out; `test_restarts` and `test_owner` do.
+        """
         self._proxy.kill()
+        self._end_lease()
         self._proxy.start()
         self.wait_ready()
 
@@ -67,6 +71,13 @@ class Deployment:
     def sequences(self) -> list[dict[str, Any]]:
         """The engine's pool sequences that are not free."""
         return [pool for pool in self._engine("/polykv/engine/pools")["pools"] if pool["state"] != "free"]
+
+    def _end_lease(self) -> None:
+        owner = f"{self.engine.url}/polykv/engine/owner"
+        refused = httpx.put(owner, json={"id": "nobody", "ttl_s": 0}, timeout=60)
+        assert refused.status_code == 409, refused.text
+        holder = refused.json()["error"]["owner"]
+        httpx.put(owner, json={"id": holder, "ttl_s": 0}, timeout=60).raise_for_status()
 
     def _engine(self, path: str) -> dict[str, Any]:
         answer: dict[str, Any] = httpx.get(self.engine.url + path, timeout=60).raise_for_status().json()
