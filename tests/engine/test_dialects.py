@@ -48,7 +48,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def engine(launch_shared: Launcher) -> Engine:
-    return launch_shared.pooled("chat", "--no-cache-idle-slots")
+    return launch_shared.pooled("dense", "--no-cache-idle-slots")
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
