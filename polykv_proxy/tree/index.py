@@ -130,6 +130,10 @@ class PrefixIndex:
         """Give the best pool among all that start with the first ``n_tokens`` tokens of this one."""
         return self._run_through(pool_id, n_tokens)[0].best_from(n_tokens)
 
+    def equals(self, pool_id: PoolId) -> list[PoolId]:
+        """Give all pools with just the tokens of this one, itself included, the best first."""
+        return [key.pool_id for key in self._at[pool_id][0].pools]
+
     def goes_on(self, pool_id: PoolId) -> bool:
         """Whether another pool starts with all tokens of this one, and has more."""
         node = self._at[pool_id][0]

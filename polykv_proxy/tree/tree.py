@@ -322,6 +322,10 @@ class PoolTree:
         best = self._index.best_through(pool_id, pool.prefix_len if n_tokens is None else n_tokens)
         return self._pools[best.pool_id] if best.rank == _RANK["resident"] else None
 
+    def twins(self, pool_id: PoolId) -> list[Pool]:
+        """Give all pools with just the tokens of this one, itself included."""
+        return [self._pools[twin] for twin in self._index.equals(pool_id)]
+
     def is_continued(self, pool_id: PoolId) -> bool:
         """Whether another pool starts with all tokens of this one, and has more."""
         return self._index.goes_on(pool_id)

@@ -216,6 +216,8 @@ class TreeAgainstModel(RuleBasedStateMachine):
                 for other in self.model.values()
             )
             assert self.tree.is_continued(pool.pool_id) == continued
+            twins = {i for i, other in self.model.items() if other.tokens == naive.tokens}
+            assert {twin.pool_id for twin in self.tree.twins(pool.pool_id)} == twins
             children = {child.pool_id for child in self.tree.children(pool.pool_id)}
             assert children == {i for i, other in self.model.items() if other.parent == pool_id}
 

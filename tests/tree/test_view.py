@@ -158,3 +158,18 @@ def test_pinned_leaf_that_nobody_uses_is_an_orphaned_pin() -> None:
     assert orphaned[deep] is True
     view = pools_view(tree, [agent(deep, 142, 1)], EngineFacts())
     assert view["pools"][2]["orphaned_pin"] is False
+
+
+def test_a_warm_pool_holds_bytes_outside_the_cache_and_none_inside() -> None:
+    tree, (root, task, deep) = small_tree()
+    settle(tree, tree.get(task), "warm")
+    view = pools_view(
+        tree,
+        [],
+        EngineFacts(bytes_per_token=10),
+        accounts=Accounts({root: 100}),
+        saved_bytes=lambda pool: {root: 1100, task: 470}.get(pool.pool_id, 0),
+    )
+    shown = {pool["pool_id"]: (pool["residency"], pool["own_kv_bytes"], pool["warm_bytes"]) for pool in view["pools"]}
+    assert shown == {root: ("resident", 1000, 1100), task: ("warm", 0, 470), deep: ("cold", 0, 0)}
+    assert view["pools"][1]["seq_id"] is None
