@@ -41,6 +41,8 @@ from polykv_proxy.upstream import EngineClient, Materialized, SavedState
 
 log = logging.getLogger("polykv.residency")
 
+FILE_HEADER_BYTES = 4096
+
 
 class PoolLoader(PoolMaker, ABC):
     """Labels the pools that have no sequence, and moves states of pools."""
@@ -62,6 +64,7 @@ class PoolLoader(PoolMaker, ABC):
         self._saves: dict[Content, asyncio.Task[None]] = {}
         self.why_not_saved: dict[Content, PolyKVError] = {}
         """Pools that cannot be saved as they are in the cache now: nobody tries again until they were made anew."""
+        self._unwritable: set[Content] = set()
         self.empty_idle_slots: Callable[[int], Awaitable[None]] = _nothing_to_empty
         """A load clears no idle slots for its cells, as a prefill does: whoever knows them does."""
         self.has_strangers = False
@@ -117,6 +120,7 @@ class PoolLoader(PoolMaker, ABC):
         self.has_strangers = False
         contents = {_content_of(pool) for pool in self._tree}
         self.why_not_saved = {known: why for known, why in self.why_not_saved.items() if known in contents}
+        self._unwritable &= contents
         self.saved.remember_only(contents)
         await self.saved.forget_unless(lambda state: (content := state_content(state)) is None or content in contents)
 
@@ -170,15 +174,26 @@ class PoolLoader(PoolMaker, ABC):
         return bool(self.saved.of_content(*content))
 
     def is_written(self, pool: Pool) -> bool:
-        """It is on disk, or cannot be: a restart of the engine finds all of it that can be found."""
-        if "disk" not in self.saved.places() or pool.seq_id is None or _content_of(pool) in self.why_not_saved:
+        """It is on disk, or cannot be, or there is no room: a restart of the engine finds all that can be found."""
+        content = _content_of(pool)
+        if "disk" not in self.saved.places() or pool.seq_id is None:
             return True
-        return self._is_in("disk", pool)
+        if content in self.why_not_saved or content in self._unwritable or self._is_in("disk", pool):
+            return True
+        return self.saved.n_bytes("disk") + self._n_bytes_of(pool) > self.saved.budget("disk")
+
+    def _n_bytes_of(self, pool: Pool) -> int:
+        """About how much its state will take: a file has its tokens and a header, too."""
+        per_token = self._watch.stats.kv_bytes_per_token if self._watch.stats is not None else None
+        n_cells = pool.prefix_len - self.start_of(pool)
+        return round((per_token or 0.0) * n_cells) + 8 * pool.prefix_len + FILE_HEADER_BYTES
 
     async def write(self, pool: Pool) -> None:
-        """Copy a pool's state to the disk, where it outlives the engine. What fails is in the log."""
+        """Copy a pool's state to the disk, where it outlives the engine, if there is room. What fails is in the log."""
         if _content_of(pool) not in self._saves and not self.is_written(pool):
             await self._save(pool, only="disk")
+            if not self._is_in("disk", pool):
+                self._unwritable.add(_content_of(pool))
 
     async def _save(self, pool: Pool, only: Place | None = None) -> None:
         seq_id, start, content = pool.seq_id, self.start_of(pool), _content_of(pool)
@@ -189,7 +204,8 @@ class PoolLoader(PoolMaker, ABC):
             state = await self.saved.save(seq=seq_id, start=start, tag=tag, only=only)
         except (SavingUnsupported, SavingRefused, SavedBudget) as e:
             log.info("pool %s is not saved: %s", pool.label, e.message)
-            self.why_not_saved[content] = e
+            if only is None:
+                self.why_not_saved[content] = e
             return
         except PolyKVError as e:
             log.info("pool %s is not saved: %s", pool.label, e.message)
@@ -273,6 +289,7 @@ class PoolLoader(PoolMaker, ABC):
     def made_anew(self, pool: Pool) -> None:
         """What could not be saved of it lately can be tried again."""
         self.why_not_saved.pop(_content_of(pool), None)
+        self._unwritable.discard(_content_of(pool))
 
     def _n_to_prefill(self, pool: Pool) -> int:
         return pool.prefix_len - self.source_of(pool)[1]

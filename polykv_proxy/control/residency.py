@@ -188,6 +188,7 @@ class Residency(PoolLoader):
         self.ledger.clear()
         self.saved.lost()
         self.why_not_saved.clear()
+        self._unwritable.clear()
 
     def _forget_sequences(self) -> None:
         for pool in list(self._tree):

@@ -112,7 +112,7 @@ class SavedStates(SavedBooks):
     ) -> SavedState:
         """Copy ``[start, n_tokens)`` of a sequence or a slot out of the cache, wherever there is or can be room.
 
-        ``only``: nowhere else.
+        ``only``: nowhere else, and nothing is forgotten for it: a copy besides another, or ahead of its time.
 
         Raises:  SavedBudget, SavingUnsupported, SavingRefused, SequenceGone, UpstreamError and its heirs
         """
@@ -121,8 +121,7 @@ class SavedStates(SavedBooks):
         began_s = time.monotonic()
         with self.working_on(tag), self._counting_failures():
             try:
-                places = self.places() if only is None else [only]
-                saved = await self._save_somewhere(seq, id_slot, start, n_tokens, tag=tag, places=places)
+                saved = await self._save_somewhere(seq, id_slot, start, n_tokens, tag=tag, only=only)
             except (UpstreamUnavailable, UpstreamTimeout, asyncio.CancelledError):
                 self.known = False  # it may be there all the same
                 raise
@@ -179,9 +178,10 @@ class SavedStates(SavedBooks):
         return state.model_copy(update={"places": tuple(place for place in ("ram", "disk") if place in there)})
 
     async def _save_somewhere(
-        self, seq: int, id_slot: int, start: int, n_tokens: int, *, tag: str, places: list[Place]
+        self, seq: int, id_slot: int, start: int, n_tokens: int, *, tag: str, only: Place | None
     ) -> Saved:
         """Every turn forgets something, or goes for less than before."""
+        places = self.places() if only is None else [only]
         to: To = "both" if len(places) == 2 else places[0]
         while True:
             try:
@@ -197,7 +197,7 @@ class SavedStates(SavedBooks):
                     to = "ram"  # the disk itself fails
                 elif to == "both" and self.budget("disk") - self.n_bytes("disk") >= e.need:
                     to = "disk"
-                elif not await self._make_room("disk" if to == "disk" else "ram", e.need - e.free):
+                elif only or not await self._make_room("disk" if to == "disk" else "ram", e.need - e.free):
                     if to != "both":
                         raise
                     to = "disk"

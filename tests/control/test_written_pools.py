@@ -86,3 +86,20 @@ async def test_automatic_pools_go_last(engine):
         plane.control.tree.get("pinned").pin = False
         await plane.control.idle_pools._tend()
         assert [len(file.tokens) for file in engine.saved.files][-1] == 200
+
+
+async def test_a_disk_that_fails_keeps_nobody_from_leaving_for_memory(engine):
+    engine.saved.disk_fails = "no space left on device"
+    async with idle_planes(engine, warm_disk_bytes=MIB) as plane:
+        await plane.create(tokens=[1] * 200, name="root")
+        await eventually(lambda: residencies(plane) == {"root": "warm"})
+        assert places(plane) == {(0, 200): ("ram",)}
+
+
+async def test_a_disk_that_is_too_small_for_all_is_not_written_to_again_and_again(engine):
+    async with idle_planes(engine, after_s=LATER, warm_disk_bytes=270 * 1024) as plane:
+        for i in range(3):
+            await plane.create(tokens=[i] * 200, name=f"p{i}")
+        await some_beats(plane)
+        counts = plane.control.tier.facts().counts
+        assert (len(engine.saved.files), counts.n_saves, counts.n_forgotten) == (1, 1, 0)
