@@ -36,6 +36,10 @@ class Launcher:
         server = EngineServer(binary_path(binary), path, *flags, log_dir=self._dir, name=f"{binary}-{model}")
         return Engine(self._stack.enter_context(server))
 
+    def own(self, server: EngineServer) -> Engine:
+        """A server that the test has made itself."""
+        return Engine(self._stack.enter_context(server))
+
     def pooled(self, model: str, *flags: str) -> Engine:
         """The patched server as most tests want it: four slots, unified cache, eight pools."""
         return self("patched", model, *SMALL, *POOLS, *layout_flags(model), *flags)

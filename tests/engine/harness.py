@@ -90,6 +90,15 @@ class EngineServer:
         if died is not None:
             raise EngineDied(f"stopped on its own with {died}\n{self.log_tail()}")
 
+    def kill(self) -> None:
+        """End it as the kernel does when memory runs out: without a chance to tidy up."""
+        self.http.close()
+        self.assert_alive()
+        process, self.process = self.process, None
+        assert process is not None, "not started"
+        process.kill()
+        process.wait()
+
     def assert_alive(self) -> None:
         if self.process is not None and self.process.poll() is not None:
             raise EngineDied(f"ended with {self.process.returncode}: {' '.join(self.command)}\n{self.log_tail()}")

@@ -70,6 +70,28 @@ class Engine:
     def clear(self, id_slot: int) -> Json:
         return self.post("/polykv/engine/pools", {"op": "clear", "id_slot": id_slot})
 
+    def save(self, tag: str, *, seq: int = -1, slot: int = -1, start: int = 0, to: str = "ram", **more: Any) -> Json:
+        body = {"op": "save", "tag": tag, "seq": seq, "id_slot": slot, "from": start, "to": to}
+        return self.post("/polykv/engine/pools", body | more)
+
+    def load(self, tag: str, *, parent: int = -1, **more: Any) -> Json:
+        """Into a free pool sequence, or with ``id_slot`` into an idle slot."""
+        return self.post("/polykv/engine/pools", {"op": "load", "tag": tag, "parent_seq": parent} | more)
+
+    def forget(self, tag: str) -> Json:
+        return _body(self.http.delete(f"/polykv/engine/saved/{tag}"))
+
+    def saved(self) -> list[Json]:
+        """What is saved; a tag in memory and on disk is there twice."""
+        saved: list[Json] = self.listing()["saved"]
+        return saved
+
+    def runs(self, seq: int) -> list[list[int]]:
+        """Where a pool lies: ``[first position, position behind the last, first cell]`` of each stretch."""
+        cells = self.post("/polykv/engine/pools", {"op": "cells"})
+        runs: list[list[int]] = next(pool["runs"] for pool in cells["pools"] if pool["seq"] == seq)
+        return runs
+
     def listing(self) -> Json:
         return self.get("/polykv/engine/pools")
 
