@@ -13,7 +13,7 @@ from .tiny_models import tiny_model_path
 
 pytestmark = pytest.mark.engine
 
-ENGINE = ("-t", "2", "-c", "1024", "--parallel", "3", "--kv-unified", "-b", "64", "--polykv-max-pools", "3")
+ENGINE = ("-t", "1", "-c", "1024", "--parallel", "3", "--kv-unified", "-b", "64", "--polykv-max-pools", "3")
 N_VOCAB = 200
 
 

@@ -18,7 +18,7 @@ N_SEQS = 16
 MAX_NATS = 1e-3
 """Batches of other shapes round otherwise; another prefix makes another distribution."""
 
-ENGINE = ("-t", "2", "-c", "8192", "--parallel", "2", "--kv-unified", "-b", "64", "--polykv-max-pools", str(N_SEQS))
+ENGINE = ("-t", "1", "-c", "8192", "--parallel", "2", "--kv-unified", "-b", "64", "--polykv-max-pools", str(N_SEQS))
 
 
 @pytest.fixture(scope="module")
