@@ -242,6 +242,7 @@ class Control:
             log.warning("the engine is there but not usable yet: %s", e.message)
 
     async def stop(self) -> None:
+        await self.parking.leave()
         for task in self._working:
             task.cancel()
         await asyncio.gather(*self._working, return_exceptions=True)

@@ -28,7 +28,7 @@ from polykv_proxy.control.room import Room
 from polykv_proxy.control.saved import SavedStates
 from polykv_proxy.control.saved_books import session_tag
 from polykv_proxy.control.watch import EngineWatch
-from polykv_proxy.errors import KvExhausted, PolyKVError
+from polykv_proxy.errors import InvariantError, KvExhausted, PolyKVError, UpstreamTimeout, UpstreamUnavailable
 from polykv_proxy.ids import SeqId, SessionId, SlotId
 from polykv_proxy.sessions import Session, SessionBook
 from polykv_proxy.slots import Displaced, Grant, SlotBook
@@ -43,6 +43,9 @@ MIN_OWN_TOKENS = 32
 
 LOW_FRACTION = 1 / 8
 """Cells are low when fewer are free than this part of all, and than the largest conversation in a slot has."""
+
+LEAVE_S = 5.0
+"""So long sessions are saved when the proxy ends."""
 
 SAVE_WAIT_S = 1.0
 """A request waits no longer for somebody else's state. The engine takes its orders one after the other, so the state is
@@ -73,12 +76,26 @@ class Parking:
         self._locks: WeakValueDictionary[SessionId, asyncio.Lock] = WeakValueDictionary()
         self._working: set[asyncio.Task[Any]] = set()
         self._tending: asyncio.Task[None] | None = None
+        self.doubt_cells: Callable[[], None] = lambda: None
+        """Told when it is not known what a slot holds."""
         self._given_up: dict[SlotId, tuple[SessionId, int]] = {}
         sessions.on_forgotten = self._forgotten
 
     @property
     def on(self) -> bool:
         return self._after_s > 0 and self._saved.available and self._may_change()
+
+    async def leave(self) -> None:
+        """The proxy ends and the engine may go on: the next proxy does not know whose slots are whose, but ids."""
+        try:
+            async with asyncio.timeout(LEAVE_S):
+                for slot_id, session in self._resting():
+                    if session is None or not self._may_park(slot_id, session) or not self._is_unsaved(session):
+                        continue
+                    if self.on and self._slots.reserve(slot_id):
+                        await self._save_alone(session, slot_id)
+        except TimeoutError:
+            log.warning("not all sessions are saved within %.0f s: those prefill again", LEAVE_S)
 
     async def stop(self) -> None:
         working = list(self._working)
@@ -259,11 +276,12 @@ class Parking:
             for slot_id, session in self._resting()
             if session is not None
             and (low or now_s - session.last_s >= self._after_s)
-            and session.may_return
-            and not session.turns
-            and session.slot_id == slot_id
+            and self._may_park(slot_id, session)
             and self._given_up.get(slot_id) != _moment(session)
         ]
+
+    def _may_park(self, slot_id: SlotId, session: Session) -> bool:
+        return session.may_return and not session.turns and session.slot_id == slot_id
 
     def _is_low(self) -> bool:
         stats = self._watch.stats
@@ -346,10 +364,14 @@ class Parking:
         await self._watch.refresh()
         self._ledger.sync()
         try:
-            loaded = await self._saved.load_slot(state.tag, slot_id, parent, state.start)
-        except KvExhausted:
-            await self._make_room(state.n_tokens - state.start, slot_id, n_saves=n_saves)
-            loaded = await self._saved.load_slot(state.tag, slot_id, parent, state.start)
+            try:
+                loaded = await self._saved.load_slot(state.tag, slot_id, parent, state.start)
+            except KvExhausted:
+                await self._make_room(state.n_tokens - state.start, slot_id, n_saves=n_saves)
+                loaded = await self._saved.load_slot(state.tag, slot_id, parent, state.start)
+        except (UpstreamUnavailable, UpstreamTimeout, asyncio.CancelledError):
+            self.doubt_cells()
+            raise
         source = parent if state.start > 0 else None
         self._ledger.book.refilled(slot_id, loaded.n_tokens, source=source, n_shared=loaded.branch_pos)
         session.slot_id, session.held_n_tokens, session.held_s = slot_id, loaded.n_tokens, self._clock()
@@ -360,6 +382,8 @@ class Parking:
         try:
             cleared = await self._engine.clear_slot(slot_id)
         except PolyKVError as e:
+            if isinstance(e, UpstreamUnavailable | UpstreamTimeout):
+                self.doubt_cells()
             log.info("slot %d is not emptied: %s", slot_id, e.message)
             return None
         self._ledger.book.refilled(slot_id, 0)
@@ -395,7 +419,11 @@ class Parking:
 
     def _ended(self, task: "asyncio.Task[Any]") -> None:
         self._working.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        if isinstance(error, PolyKVError) and not isinstance(error, InvariantError):
+            log.info("sessions stay as they are: %s", error.message)
+        else:
             log.error("a bug in parking; the request goes on without it", exc_info=error)
 
 

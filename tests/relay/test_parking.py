@@ -302,11 +302,14 @@ async def test_states_on_disk_outlive_a_killed_engine(make_proxy: ProxyMaker, po
             assert went_on(receipt, said(agent.name, 1))
 
 
-async def test_states_outlive_the_proxy(engine: FakeEngine, make_proxy: ProxyMaker) -> None:
+@pytest.mark.parametrize("parked", [False, True])
+async def test_states_outlive_the_proxy(engine: FakeEngine, make_proxy: ProxyMaker, parked: bool) -> None:
+    """Also of those who were in their slots when it ended."""
     async with make_proxy(engine.url) as proxy:
         agent = Agent(proxy, "a")
         await agent.say(said("a", 0))
-        await fill_slots(proxy)
+        if parked:
+            await fill_slots(proxy)
     async with make_proxy(engine.url) as proxy:
         agent.proxy = proxy
         receipt = await agent.say(said("a", 1))

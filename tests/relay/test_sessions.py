@@ -143,6 +143,72 @@ def test_delete_while_running_leaves_nothing() -> None:
     assert len(book) == 0
 
 
+def test_an_unnamed_session_stays_as_long_as_its_state_is_kept() -> None:
+    book = SessionBook(idle_s=900, anonymous_idle_s=30)
+    session = book.make(0)
+    run_turn(book, session, chat("hi"))
+    book.set_saved(session, 0)
+    assert book.sweep(800) == []
+    assert book.recognise(chat("hi", "hello", "more"), 800) is session
+    assert book.sweep(901) == [session.session_id]
+
+    other = book.make(1000)
+    run_turn(book, other, chat("hi"), 1000)
+    book.set_saved(other, 0)
+    book.set_saved(other, None)
+    assert book.recognise(chat("hi", "hello", "more"), 1031) is None
+    assert book.sweep(1031) == [other.session_id]
+
+
+def test_who_may_come_back() -> None:
+    book = SessionBook()
+    assert book.name(SessionId("a"), 0).may_return
+    session = book.make(0)
+    run_turn(book, session, chat("hi"))
+    assert not session.may_return
+    run_turn(book, session, chat("hi", "hello", "more"))
+    assert session.may_return
+    late = book.make(0)
+    run_turn(book, late, chat("hi", "hello", "more"))
+    assert late.may_return, "it goes on with something, wherever that began"
+    once = book.make(0)
+    run_turn(book, once, text("Once upon a time"))
+    assert not once.may_return
+
+
+def test_what_a_slot_should_hold_is_what_the_last_turn_said() -> None:
+    book = SessionBook()
+    session = book.name(SessionId("a"), 0)
+    turn = book.begin(session, 0)
+    turn.sent(1, SlotId(0))
+    assert (session.is_sent, session.n_sent) == (True, 1)
+    book.end(turn, USAGE, 2)
+    assert (session.is_sent, session.held_n_tokens, session.held_s) == (False, 130, 2)
+    book.end(book.begin(session, 3), Usage(), 4)
+    assert (session.held_n_tokens, session.n_sent) == (130, 1), "it never reached the slot"
+    turn = book.begin(session, 5)
+    turn.sent(5, SlotId(0))
+    book.end(turn, Usage(), 6)
+    assert session.held_n_tokens is None
+
+
+def test_whoever_is_forgotten_is_told() -> None:
+    told: list[str] = []
+    book = SessionBook(anonymous_idle_s=30, idle_s=90, known_s=200, max_known=2)
+    book.on_forgotten = lambda session: told.append(session.session_id)
+    unnamed = book.make(0)
+    for name in "abcd":
+        run_turn(book, book.name(SessionId(name), 0), None)
+    book.drop(SessionId("d"))
+    assert told == ["d"]
+    book.sweep(31)
+    assert told == ["d", unnamed.session_id]
+    book.sweep(100)
+    assert told[2:] == ["a"]
+    book.sweep(201)
+    assert told[3:] == ["b", "c"]
+
+
 def test_names_are_bounded() -> None:
     book = SessionBook(max_known=10)
     for i in range(50):

@@ -129,6 +129,64 @@ def test_a_slot_that_somebody_names_himself_is_kept_free_for_him() -> None:
     assert grant.slots == (0,)
 
 
+def test_whoever_chooses_his_slot_displaces_who_rests_there() -> None:
+    book = make_book(2)
+    a = take(book, 1, "a")
+    assert book.occupy(a.slots[0]) == (), "nobody rests where somebody is at work"
+    book.vacate(a.slots[0], 1)
+    b = take(book, 2, "b")
+    book.release(2, 1)
+    assert book.occupy(b.slots[0]) == (("b", b.slots[0]),)
+    assert book.slot_of(SessionId("b")) is None
+
+
+def test_a_reserved_slot_is_nobodys_for_so_long() -> None:
+    book = make_book(2)
+    a = take(book, 1, "a")
+    assert not book.reserve(a.slots[0]), "it is in use"
+    book.release(1, 1)
+    assert book.reserve(a.slots[0])
+    assert not book.reserve(a.slots[0])
+    assert [slot_id for slot_id, _ in book.resting()] == [1 - a.slots[0]]
+    assert take(book, 2, "a", 2).slots != a.slots
+    assert book.request(Ticket(3), 2) == []
+    (grant,) = book.unreserve(a.slots[0], 3, emptied=False)
+    assert (grant.ticket.ticket_id, grant.slots) == (3, a.slots)
+
+
+def test_an_emptied_slot_is_nobodys_and_is_taken_first() -> None:
+    book = make_book(3)
+    for i, name in enumerate("abc"):
+        take(book, i, name, i)
+    for i in range(3):
+        book.release(i, 10 + i)
+    assert [owner for _, owner in book.resting()] == ["a", "b", "c"]
+    book.reserve(SlotId(2))
+    book.unreserve(SlotId(2), 20, emptied=True)
+    assert book.resting() == [(0, "a"), (1, "b"), (2, None)]
+    assert take(book, 9, "d", 21).slots == (2,)
+
+
+def test_a_restart_ends_reservations() -> None:
+    book = make_book(1)
+    book.reserve(SlotId(0))
+    book.resize(1, 1)
+    grant = take(book, 1, "a", 2)
+    assert book.unreserve(SlotId(0), 3, emptied=True) == []
+    assert (grant.slots, book.owner_of(SlotId(0))) == ((0,), "a")
+
+
+def test_a_grant_says_whether_the_conversation_is_there() -> None:
+    book = make_book(2)
+    assert not take(book, 1, "a", conversation=chat("x")).own
+    book.release(1, 1)
+    assert take(book, 2, "a", 2, conversation=chat("x", "yes", "more")).own
+    book.release(2, 3)
+    book.forget([SessionId("a")])
+    assert take(book, 3, "b", 4, conversation=chat("x", "yes", "more", "ok", "go")).own
+    assert not take(book, 4, "c", 5, conversation=chat("z")).own
+
+
 def test_further_choices_take_the_lowest_free_slots_as_the_engine_does() -> None:
     book = make_book(4)
     take(book, 1, "a")
@@ -172,12 +230,13 @@ class Slots(RuleBasedStateMachine):
         self.queue: list[int] = []
         self.running: dict[int, Grant] = {}
         self.outside: Counter[int] = Counter()
+        self.reserved: set[int] = set()
 
     def heard(self, grants: list[Grant]) -> None:
         for grant in grants:
             assert self.queue.pop(0) == grant.ticket.ticket_id
             assert len(set(grant.slots)) == len(grant.slots) == min(grant.ticket.n, 3)
-            taken = {s for g in self.running.values() for s in g.slots} | set(+self.outside)
+            taken = {s for g in self.running.values() for s in g.slots} | set(+self.outside) | self.reserved
             assert not taken & set(grant.slots)
             self.running[grant.ticket.ticket_id] = grant
 
@@ -221,8 +280,24 @@ class Slots(RuleBasedStateMachine):
     def observe(self, busy: set[int]) -> None:
         self.heard(self.book.observe({SlotId(b) for b in busy}, self.now))
 
+    @rule(slot=st.integers(0, 2))
+    def reserve(self, slot: int) -> None:
+        free = not self.outside[slot] and slot not in {s for g in self.running.values() for s in g.slots}
+        if self.book.reserve(SlotId(slot)):
+            assert free
+            assert slot not in self.reserved
+            self.reserved.add(slot)
+
+    @precondition(lambda self: self.reserved)
+    @rule(data=st.data(), emptied=st.booleans())
+    def unreserve(self, data: st.DataObject, emptied: bool) -> None:
+        slot = data.draw(st.sampled_from(sorted(self.reserved)))
+        self.reserved.discard(slot)
+        self.heard(self.book.unreserve(SlotId(slot), self.now, emptied=emptied))
+
     @rule()
     def restart(self) -> None:
+        self.reserved.clear()
         self.heard(self.book.resize(3, self.now))
 
     @invariant()
@@ -231,6 +306,9 @@ class Slots(RuleBasedStateMachine):
         assert self.book.n_held == sum(len(g.slots) for g in self.running.values())
 
     def teardown(self) -> None:
+        for slot in sorted(self.reserved):
+            self.reserved.discard(slot)
+            self.heard(self.book.unreserve(SlotId(slot), self.now, emptied=False))
         for slot, n in self.outside.items():
             for _ in range(n):
                 self.outside[slot] -= 1

@@ -321,6 +321,17 @@ class BookAgainstCache(RuleBasedStateMachine):
         self.slots[slot_id] = []
         self.book.observe(SlotFacts(SlotId(slot_id), 0, [], None, 0))
 
+    @rule(slot_id=st.integers(0, 2), n=st.integers(0, 20), pick=picks, behind=st.booleans())
+    def load(self, slot_id: int, n: int, pick: int, behind: bool) -> None:
+        """A saved state comes into a slot, or the slot is emptied."""
+        source, n_shared = None, 0
+        if behind and self.tree.residents():
+            pool = self.pool(pick, self.tree.residents())
+            source, n_shared = pool.seq_id, min(n, pool.prefix_len)
+        head = self.seqs[int(source)][:n_shared] if source is not None else []
+        self.slots[slot_id] = head + self.cells(n - n_shared)
+        self.book.refilled(SlotId(slot_id), n, source=source, n_shared=n_shared)
+
     @precondition(lambda self: any(self.slots.values()))
     @rule(pick=picks)
     def snapshot(self, pick: int) -> None:
