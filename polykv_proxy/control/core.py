@@ -117,7 +117,7 @@ class Control:
             clock=clock,
             after_s=settings.warm_after_s,
         )
-        self.residency.empty_idle_slots = self.parking.make_room
+        self.residency.empty_idle_slots, self.parking.doubt_cells = self.parking.make_room, self.residency.doubt_cells
         self.comparer = Comparer(
             tree=self.tree,
             sessions=self.sessions,

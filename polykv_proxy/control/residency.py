@@ -65,6 +65,7 @@ class Residency(PoolLoader):
         self.compared = True
         """False before the engine's list was read for the first time, and again after the lease was lost."""
         self._reconciling = asyncio.Lock()
+        self._doubts_cells = False
 
     @property
     def books_true(self) -> bool:
@@ -248,6 +249,7 @@ class Residency(PoolLoader):
             self._adopt_listed(listed)
             if cells is not None:
                 self.ledger.found(cells)
+            self._doubts_cells = False
             self.compared = True
             self.unsure = any(p.state == "busy" and p.tag not in self._tags for p in listed.pools)
             ready = {p.seq: p.gen for p in listed.pools if p.state == "ready" and p.lora_current}
@@ -278,14 +280,18 @@ class Residency(PoolLoader):
             for pool in outdated:  # what is saved was made with the same adapters
                 await self.forget_saved(pool)
 
+    def doubt_cells(self) -> None:
+        """A slot may hold something else than the books say: the engine's word for it got lost."""
+        self._doubts_cells = self.unsure = True
+
     async def _list_undisturbed(self) -> tuple[PoolList, CellMap | None] | None:
-        """The engine's list; with the first look at an engine also where its sequences lie."""
+        """The engine's list; with the first look at an engine, or in doubt, also where its sequences lie."""
         for _ in range(5):
             before = self._n_changes
             listed = await self._engine.list_pools()
             if listed.sleeping:
                 return None
-            cells = await self.cells() if not self.compared else None
+            cells = await self.cells() if self._doubts_cells or not self.compared else None
             if listed.epoch != self._watch.epoch:
                 await self._watch.refresh()
             elif self._n_changes == before:

@@ -90,6 +90,17 @@ class Books(RuleBasedStateMachine):
         await self._quiet()
         return answer.status_code, answer.json()
 
+    async def _look(self) -> tuple[Any, int]:
+        """The tree as it is shown, and the cells that are used at that moment."""
+        for _ in range(10):
+            await self._quiet()
+            used = self.engine.cache.used()
+            answer = await self.proxy.client.get("/polykv/pools")
+            if self.engine.cache.used() == used:
+                break  # no heartbeat came between
+        assert answer.status_code == 200
+        return answer.json(), used
+
     async def _quiet(self) -> None:
         """What is done behind everybody's back is done, too, and what got lost was looked for."""
         control = self.proxy.control
@@ -233,9 +244,7 @@ class Books(RuleBasedStateMachine):
     def every_cell_has_one_owner(self) -> None:
         if not hasattr(self, "proxy"):
             return
-        status, view = self.call("GET", "/polykv/pools")
-        assert status == 200
-        used = self.engine.cache.used()
+        view, used = self.run(self._look())
         own = sum(pool["own_kv_cells"] for pool in view["pools"])
         suffixes = sum(session["suffix_n_tokens"] for pool in view["pools"] for session in pool["sessions"])
         released = sum(pool["own_kv_cells"] for pool in view["released"])
@@ -258,10 +267,10 @@ class Books(RuleBasedStateMachine):
     def warm_is_what_is_saved(self) -> None:
         if not hasattr(self, "proxy"):
             return
-        control = self.proxy.control
-        saved = self.engine.saved
+        control, saved = self.proxy.control, self.engine.saved
+        self.run(self._quiet())
         there = {state.tag: (state.start, state.tokens) for state in (*saved.files, *saved.ram.values())}
-        assert {state.tag for state in control.saved} == set(there)
+        assert {state.tag for state in control.saved} == set(there), (control.saved.known, control.watch.epoch)
         contents = [tokens for tag, (_, tokens) in there.items() if tag.startswith("pool-")]
         for pool in control.tree:
             if pool.seq_id is None:

@@ -552,3 +552,16 @@ async def test_a_load_gets_the_cells_of_slots_that_rest(engine):
         await ensure(plane, "a")
         assert (n_prefilled(plane), residencies(plane)) == (n, {"a": "resident"})
         await books_hold(plane)
+
+
+async def test_in_doubt_about_a_slot_the_engine_is_asked_where_everything_lies(plane):
+    await plane.create(tokens=[1] * 100, name="a")
+    await attach(plane, [1] * 101, pool_ref="a")
+    await books_hold(plane)
+    [slot] = [slot for slot in plane.engine.slots if slot.tokens]
+    state = plane.engine.saved.save(slot, {"tag": "s", "from": 0, "n_tokens": -1, "to": "ram"})[0]
+    plane.engine.saved.load(state, None, slot)  # the same tokens in cells of its own, and nobody was told
+    slot.n_pool_shared, slot.pool_seq = 0, -1
+    plane.control.residency.doubt_cells()
+    await eventually(lambda: plane.control.residency.books_true)
+    await books_hold(plane)
