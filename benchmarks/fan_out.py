@@ -41,7 +41,7 @@ N_AGENTS = 4
 N_PREDICT = 48
 N_PREFIX = 1740
 SIZES = ("-c", "16384", "--parallel", str(N_AGENTS), "--kv-unified")
-STOCK_THREADS = ("-t", "2")
+N_THREADS = 2
 
 PREFILLS = ("Birch", "Cedar", "Elder", "Hazel", "Maple", "Rowan")
 
@@ -82,6 +82,7 @@ class Round:
 class Measured:
     """Everything one run found. Times in milliseconds."""
 
+    n_threads: int = N_THREADS
     prefix_n: int = 0
     prefill_ms: list[float] = field(default_factory=list)
     build_ms: list[float] = field(default_factory=list)
@@ -216,17 +217,26 @@ def repeats_for(stock: EngineServer) -> int:
     return (N_PREFIX - n_tokens[0]) * 10 // (n_tokens[1] - n_tokens[0]) + 2
 
 
-def measure(n_rounds: int, say: Any, up_to: int | None = None, enough: float | None = None) -> Measured:
+def measure(
+    n_rounds: int,
+    say: Any,
+    *,
+    up_to: int | None = None,
+    enough: float | None = None,
+    shorter: int = 1,
+    n_threads: int = N_THREADS,
+) -> Measured:
     """``up_to``: while a ratio of the rounds is not met, run more of both kinds, up to this many of each.
 
     ``enough``: after an even number of pairs of prefills whose ratio is at most this, run no more of them.
+    ``shorter``: their texts are that many times shorter than the prefix of the rounds.
     """
-    found = Measured()
+    found, threads = Measured(n_threads), ("-t", str(n_threads))
     with ExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="polykv-fan-out-")))
         model = chat_model_path()
-        stock = stack.enter_context(EngineServer(binary_path("stock"), model, *STOCK_THREADS, *SIZES, log_dir=logs))
-        proxy = stack.enter_context(ProxyStack(binary_path("patched"), model, *STOCK_THREADS, log_dir=logs))
+        stock = stack.enter_context(EngineServer(binary_path("stock"), model, *threads, *SIZES, log_dir=logs))
+        proxy = stack.enter_context(ProxyStack(binary_path("patched"), model, *threads, log_dir=logs))
         n_repeats = repeats_for(stock)
         for number, name in enumerate(PREFILLS):
             say(f"a cold prefill and a pool of the same length ({name})")
@@ -235,7 +245,7 @@ def measure(n_rounds: int, say: Any, up_to: int | None = None, enough: float | N
                 lambda text: found.build_ms.append(build_alone(proxy, text)),
             ]
             for measure_arm in arms if number % 2 else reversed(arms):
-                measure_arm(system_text(name, n_repeats))
+                measure_arm(system_text(name, n_repeats // shorter))
             if number % 2 and enough is not None and found.of_prefill <= enough:
                 break
         system = system_text("Alder", n_repeats)
@@ -283,7 +293,7 @@ def report(found: Measured) -> str:
         f"build / prefill  {found.of_prefill:.2f}  "
         f"(medians {median(found.build_ms):.0f} and {median(found.prefill_ms):.0f} ms)",
         f"cells in use     {found.cells_used}, expected {found.cells_expected}; four private copies: {private}",
-        f"stock flags      {' '.join(SIZES + STOCK_THREADS)}, all others at their defaults",
+        f"stock flags      {' '.join(SIZES)} -t {found.n_threads}, all others at their defaults",
     ]
     return "\n".join(lines)
 

@@ -35,7 +35,6 @@ from .binaries import binary_path
 from .deployment import Deployment
 from .harness import EngineServer
 from .noise import Noise
-from .tiny_models import tiny_model_path
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 
@@ -447,18 +446,18 @@ def common(a: list[int], b: list[int]) -> int:
 
 
 @contextmanager
-def world_in(chat_model: Path, dir_: Path) -> Iterator[World]:
+def world_in(model: Path, noise: Noise, dir_: Path) -> Iterator[World]:
     world = World()
-    world.model, world.noise, world.dir = tiny_model_path("dense", chat_model), Noise(chat_model), dir_
+    world.model, world.noise, world.dir = model, noise, dir_
     reference = EngineServer(binary_path("stock"), world.model, *SIZES, *BATCH, log_dir=dir_, name="reference")
     with reference:
         world.reference = reference
         yield world
 
 
-def test_another_token_in_the_prefix_is_noticed(chat_model: Path, tmp_path: Path) -> None:
+def test_another_token_in_the_prefix_is_noticed(dense_path: Path, noise: Noise, tmp_path: Path) -> None:
     """The comparison sees what it is for: one token of ninety is another, as if somebody else's cell were there."""
-    with world_in(chat_model, tmp_path) as world:
+    with world_in(dense_path, noise, tmp_path) as world:
         noticed = []
         for seed in range(10):
             prompt, other = world.noise(seed, 90), world.noise(100 + seed, 1)
@@ -476,8 +475,10 @@ def test_another_token_in_the_prefix_is_noticed(chat_model: Path, tmp_path: Path
     ("n_examples", "n_steps"),
     [pytest.param(4, 30, id="some"), pytest.param(25, 40, id="many", marks=pytest.mark.slow)],
 )
-def test_random_operations_leave_nothing_wrong(n_examples: int, n_steps: int, chat_model: Path, tmp_path: Path) -> None:
-    with world_in(chat_model, tmp_path) as world:
+def test_random_operations_leave_nothing_wrong(
+    n_examples: int, n_steps: int, dense_path: Path, noise: Noise, tmp_path: Path
+) -> None:
+    with world_in(dense_path, noise, tmp_path) as world:
         Operations.world = world
         checks = [HealthCheck.too_slow, HealthCheck.filter_too_much]
         run_state_machine_as_test(
