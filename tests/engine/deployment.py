@@ -15,12 +15,17 @@ READY_TIMEOUT_S = 60
 
 
 class Deployment:
-    """`llama-server` and `polykvctl serve` beside it. ``http`` talks to the proxy."""
+    """`llama-server` and `polykvctl serve` beside it. ``http`` talks to the proxy.
 
-    def __init__(self, model: Path, *engine_args: str, dir_: Path) -> None:
+    ``settings``: of the proxy, as in its TOML file.
+    """
+
+    def __init__(self, model: Path, *engine_args: str, dir_: Path, settings: dict[str, float] | None = None) -> None:
         self.engine = EngineServer(binary_path("patched"), model, *engine_args, log_dir=dir_)
         self.log = dir_ / "proxy.log"
-        self._proxy = ProxyProcess(self.engine.url, dir_ / "pools.db", self.log)
+        file = dir_ / "polykv.toml"
+        file.write_text("".join(f"{name} = {value}\n" for name, value in (settings or {}).items()))
+        self._proxy = ProxyProcess(self.engine.url, dir_ / "pools.db", self.log, ["--config", str(file)])
         self.http = httpx.Client(base_url=self._proxy.url, timeout=120, limits=httpx.Limits(keepalive_expiry=1))
 
     def __enter__(self) -> Self:

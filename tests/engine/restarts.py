@@ -27,13 +27,13 @@ def clean_env() -> dict[str, str]:
 
 
 class ProxyProcess:
-    """``polykvctl serve`` with a journal, on one port for all its lives."""
+    """``polykvctl serve`` with a journal, on one port for all its lives. ``args``: more for the command."""
 
-    def __init__(self, upstream: str, state: Path, log: Path) -> None:
+    def __init__(self, upstream: str, state: Path, log: Path, args: Sequence[str] = ()) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.command = [sys.executable, "-m", "polykv_proxy.cli", "serve", "--json", "--upstream", upstream]
-        self.command += ["--port", str(self.port), "--state", str(state)]
+        self.command += ["--port", str(self.port), "--state", str(state), *args]
         self._log = log
         self._process: subprocess.Popen[str] | None = None
 
