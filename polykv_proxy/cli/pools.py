@@ -179,7 +179,9 @@ def _keep(verb: str, ref: str, url: str, admin_key: str | None, *, as_json: bool
 @app.command("evict")
 def evict(
     ref: Ref,
-    to: Annotated[str | None, typer.Option("--to", metavar="TIER", help="cold, or warm.")] = None,
+    to: Annotated[
+        str | None, typer.Option("--to", metavar="TIER", help="warm, or cold; default: warm if it can.")
+    ] = None,
     url: Url = DEFAULT_URL,
     admin_key: AdminKey = None,
     as_json: AsJson = False,

@@ -118,7 +118,9 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/polykv/pools/{ref}/evict"): Operation(
         summary="Drop a pool's KV and keep the pool",
         answer=shapes.PoolEvicted,
-        query={"to": ({"type": "string", "enum": ["warm", "cold"]}, "Where its state goes; the default is cold.")},
+        query={
+            "to": ({"type": "string", "enum": ["warm", "cold"]}, "Where its state goes; default: warm if possible.")
+        },
         raises=(*POOL, errors.PoolInUse, errors.WarmUnavailable, errors.SharingUnsupported, *CHANGE),
     ),
     ("POST", "/polykv/pools/{ref}/flush"): Operation(

@@ -56,7 +56,7 @@ def test_room_is_made_for_requests_without_a_pool(stack: ProxyStack, noise: Nois
     old, new = pool(stack, noise(10, 300)), pool(stack, noise(11, 300))
     answer = ask(stack, noise(12, 600), 24, cache_prompt=False)
     assert (answer.status_code, answer.json()["tokens_predicted"]) == (200, 24), answer.text
-    assert (residency(stack, old), residency(stack, new)) == ("cold", "resident")
+    assert (residency(stack, old), residency(stack, new)) == ("warm", "resident")
 
     # What is longer than the context is the engine's to refuse, and nothing is evicted for it.
     own = httpx.post(stack.engine_url + PATH, json={"prompt": noise(13, N_CTX + 1)}, timeout=60)
