@@ -34,6 +34,7 @@ REFUSALS = {
     "session_not_found",
     "session_not_resident",
     "prefix_mismatch",
+    "upstream_unavailable",  # a fault that hit a session which was to be loaded for it
 }
 
 letters = st.sampled_from("abc")
