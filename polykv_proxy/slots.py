@@ -168,6 +168,10 @@ class SlotBook:
         """Free slots and who owns them, the longest unused first."""
         return [(s.slot_id, s.owner) for s in sorted(self._slots, key=lambda slot: slot.used_s) if s.free]
 
+    def used_s(self, slot_id: SlotId) -> float:
+        """When it was last given back."""
+        return self._slots[slot_id].used_s
+
     def reserve(self, slot_id: SlotId) -> bool:
         """Keep a free slot out of everybody's way while something is done with what it holds; False: it is not free."""
         if not 0 <= slot_id < len(self._slots) or not self._slots[slot_id].free:
@@ -175,13 +179,15 @@ class SlotBook:
         self._slots[slot_id].reserved = True
         return True
 
-    def unreserve(self, slot_id: SlotId, now_s: float, *, emptied: bool) -> list[Grant]:
-        """``emptied``: it is nobody's now."""
+    def unreserve(
+        self, slot_id: SlotId, now_s: float, *, emptied: bool = False, filled_for: SessionId | None = None
+    ) -> list[Grant]:
+        """``emptied``: it is nobody's now. ``filled_for``: it holds what this session said."""
         if 0 <= slot_id < len(self._slots) and self._slots[slot_id].reserved:
             slot = self._slots[slot_id]
             slot.reserved = False
-            if emptied:
-                slot.owner = slot.mark = None
+            if emptied or filled_for is not None:
+                slot.owner, slot.mark, slot.used_s = filled_for, None, now_s
         return self._pump(now_s)
 
     def forget(self, sessions: Iterable[SessionId]) -> None:

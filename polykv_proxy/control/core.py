@@ -22,6 +22,7 @@ from polykv_proxy.control.lease import TTL_S, Lease
 from polykv_proxy.control.leaving import IdlePools
 from polykv_proxy.control.orders import AttachPlan, AttachRequest, CreatePool, ForkPool, Outcome
 from polykv_proxy.control.parking import Parking
+from polykv_proxy.control.permission import Permission
 from polykv_proxy.control.pools import PoolWork
 from polykv_proxy.control.readings import Readings, take_readings
 from polykv_proxy.control.residency import Residency
@@ -35,7 +36,7 @@ from polykv_proxy.control.views import Views
 from polykv_proxy.control.watch import HEARTBEAT_S, EngineWatch
 from polykv_proxy.doctor import Facts
 from polykv_proxy.errors import Draining, EngineOwned, JournalFailed, JournalInUse, SessionNotFound, UpstreamError
-from polykv_proxy.ids import SessionId, SlotId
+from polykv_proxy.ids import PoolId, SeqId, SessionId, SlotId
 from polykv_proxy.sessions import SessionBook
 from polykv_proxy.slots import Grant, SlotBook
 from polykv_proxy.store import Journal
@@ -112,6 +113,7 @@ class Control:
             watch=self.watch,
             ledger=self.residency.ledger,
             room=self.room,
+            sequence_of=self._sequence_of,
             may_change=lambda: self.owns_engine,
             deliver=self._deliver,
             clock=clock,
@@ -181,6 +183,13 @@ class Control:
             taken_by=lambda: self.lease.taken_by,
             tier=self.tier,
         )
+        self.permission = Permission(
+            engine=self.engine,
+            watch=self.watch,
+            lease=self.lease,
+            restorer=self.restorer,
+            residency=self.residency,
+        )
         self.pools = PoolWork(
             tree=self.tree,
             sessions=self.sessions,
@@ -188,9 +197,9 @@ class Control:
             watch=self.watch,
             residency=self.residency,
             retention=self.retention,
-            snapshots=Snapshots(self.residency, self.sessions, self.slots),
+            snapshots=Snapshots(self.residency, self.sessions, self.slots, self.parking.bring_back),
             views=self.views,
-            require_sharing=self._require_sharing,
+            require_sharing=self.permission.require_sharing,
             journal=self.journal,
             model=lambda: self.restorer.n_models,
             tree_changed=self.comparer.forget_deepest,
@@ -204,7 +213,7 @@ class Control:
             retention=self.retention,
             views=self.views,
             journal=self.journal,
-            require_sharing=self._require_sharing,
+            require_sharing=self.permission.require_sharing,
         )
         self._working: set[asyncio.Task[Any]] = set()
         self._knew_engine = False
@@ -284,41 +293,6 @@ class Control:
             now_s=self.clock(),
         )
 
-    async def _require_sharing(self) -> None:
-        """A patched engine that can share, and that is ours to change.
-
-        Raises:  EngineUnpatched, SharingUnsupported (501), EngineOwned (503), UpstreamError and its heirs
-        """
-        await self.watch.require_sharing()
-        if self.watch.sleeping and not self.restorer.is_bound:
-            # Of which model the pools are is only known of one that is awake: this wakes it.
-            await self.engine.render("/completion", {"prompt": [0]})
-            await self.watch.require_sharing()
-        await self._require_owned()
-
-    async def _require_owned(self) -> None:
-        """Raises EngineOwned (503) naming the holder, JournalFailed (503), UpstreamError and its heirs."""
-        await self.restorer.require_bound()
-        if not self.lease.held:
-            await self.lease.renew()
-        if not self.residency.compared:
-            await self.residency.reconcile()
-
-    async def _require_not_taken(self) -> None:
-        """Raises EngineOwned (503) when another proxy manages the engine. An engine that is away is no reason."""
-        if self.watch.hooks and self.watch.state == "ready":
-            try:
-                await self._require_owned()
-            except EngineOwned:
-                raise
-            except UpstreamError as e:
-                log.info("not asked who manages the engine: %s", e.message)
-
-    async def _require_patched(self) -> None:
-        """Raises EngineUnpatched (501) in front of a plain llama-server. An engine that is away is no reason."""
-        if self.watch.hooks is False:
-            await self.watch.require_patched()
-
     def _require_open(self) -> None:
         """Raises Draining (503): what is begun now would not be there for anybody."""
         if self.draining:
@@ -341,7 +315,7 @@ class Control:
         Raises:  PoolNotFound (404), PrefixMismatch, BranchNotExact (409), and as ``create_pool``
         """
         self._require_open()
-        await self._require_patched()
+        await self.permission.require_patched()
         self.tree.get(ref)
         return await self._in_own_task(self.pools.fork(ref, order))
 
@@ -352,31 +326,35 @@ class Control:
 
         Raises:  PoolNotFound (404), PoolHasChildren, PoolInUse (409), EngineUnpatched (501), EngineOwned (503)
         """
-        await self._require_patched()
-        await self._require_not_taken()
+        await self.permission.require_patched()
+        await self.permission.require_not_taken()
         pool_id = self.tree.get(ref).pool_id
         return await self._in_own_task(self.pools.release(pool_id, recursive=recursive))
 
     async def pin_pool(self, ref: int | str) -> dict[str, Any]:
         """Keep a pool resident under pressure. See ``keeping``."""
         self._require_open()
-        await self._require_patched()
+        await self.permission.require_patched()
         return await self._in_own_task(self.keeping.pin(self.tree.get(ref).pool_id))
 
     async def unpin_pool(self, ref: int | str) -> dict[str, Any]:
         """Raises PoolNotFound (404), EngineUnpatched (501)."""
-        await self._require_patched()
+        await self.permission.require_patched()
         return await self._in_own_task(self.keeping.unpin(self.tree.get(ref).pool_id))
 
     async def evict_pool(self, ref: int | str, to: str | None) -> dict[str, Any]:
         """Drop a pool's KV and keep the pool. See ``keeping``."""
-        await self._require_patched()
+        await self.permission.require_patched()
         return await self._in_own_task(self.keeping.evict(self.tree.get(ref).pool_id, to))
 
     async def flush_pool(self, ref: int | str) -> dict[str, Any]:
         """Evict what nobody needs of a subtree. See ``keeping``."""
-        await self._require_patched()
+        await self.permission.require_patched()
         return await self._in_own_task(self.keeping.flush(self.tree.get(ref).pool_id))
+
+    async def _sequence_of(self, pool_id: PoolId) -> SeqId:
+        """Raises PoolNotFound (404), and as ``Residency.ensure``."""
+        return (await self.residency.ensure(self.tree.get(pool_id))).seq_id
 
     async def _pool_of_slot(self, slot_id: SlotId, prompts: list[Tokens]) -> Pool | None:
         return await self._in_own_task(self.pools.of_slot(slot_id, prompts))

@@ -5,6 +5,8 @@ tokens as the session's last answer said: a request that the engine placed by it
 the book thinks is idle, and nobody may ever get another's text into his pool.
 """
 
+from collections.abc import Awaitable, Callable
+
 from polykv_proxy.control.residency import Residency
 from polykv_proxy.errors import SessionNotFound, SessionNotResident, UpstreamError
 from polykv_proxy.ids import SeqId, SessionId, SlotId
@@ -15,10 +17,17 @@ from polykv_proxy.upstream import Materialized
 
 
 class Snapshots:
-    """Whoever takes one adopts its sequence or gives it back."""
+    """Whoever takes one adopts its sequence or gives it back. ``bring_back``: of a session that is parked."""
 
-    def __init__(self, residency: Residency, sessions: SessionBook, slots: SlotBook):
+    def __init__(
+        self,
+        residency: Residency,
+        sessions: SessionBook,
+        slots: SlotBook,
+        bring_back: Callable[[Session], Awaitable[None]],
+    ):
         self._residency, self._sessions, self._slots = residency, sessions, slots
+        self._bring_back = bring_back
 
     async def of_session(self, session_id: SessionId) -> tuple[Materialized, Tokens]:
         """Share all that a session's slot holds.
@@ -28,6 +37,8 @@ class Snapshots:
         session = self._sessions.get(session_id)
         if session is None:
             raise SessionNotFound(f"no session {session_id!r}", param="from_session")
+        if session.slot_id is None:
+            await self._bring_back(session)
         slot_id = self._own_slot(session)
         was_used = session.ctx_used if not session.turns else None
         made, tokens = await self.of_slot(slot_id, "session")

@@ -8,6 +8,7 @@ import orjson
 import pytest
 import pytest_asyncio
 
+from polykv_proxy.control import CreatePool, Source
 from polykv_proxy.control.saved_books import session_tag
 from polykv_proxy.ids import SessionId, SlotId
 from tests.fake_engine import FakeEngine, Hold, drop, reply
@@ -218,11 +219,8 @@ async def test_a_session_in_its_own_slot_is_left_there(engine: FakeEngine, proxy
     assert not [r for r in engine.received if b'"op"' in r.body and (b"save" in r.body or b"load" in r.body)]
 
 
-@pytest.mark.parametrize("settings", [{"warm_after_s": 0}, {"warm_ram_bytes": 0}])
-async def test_switched_off_nothing_is_saved(
-    engine: FakeEngine, make_proxy: ProxyMaker, settings: dict[str, Any]
-) -> None:
-    async with make_proxy(engine.url, **settings) as proxy:
+async def test_without_memory_for_states_nothing_is_saved(engine: FakeEngine, make_proxy: ProxyMaker) -> None:
+    async with make_proxy(engine.url, warm_ram_bytes=0) as proxy:
         agent = Agent(proxy, "a")
         await agent.say(said("a", 0))
         await fill_slots(proxy)
@@ -413,6 +411,64 @@ async def test_an_idle_session_with_little_of_its_own_leaves_its_pool_to_go(make
         assert tag("brief") not in engine.saved.ram
         receipt = await agent.say("Bye.")
         assert (receipt["miss_reason"], receipt["cached_n_tokens"]) == (None, len(tokens))
+
+
+@pytest.mark.parametrize("pooled", [False, True])
+async def test_a_pool_is_made_of_a_session_that_is_parked(
+    engine: FakeEngine, make_proxy: ProxyMaker, pooled: bool
+) -> None:
+    async with make_proxy(engine.url, warm_after_s=0.05) as proxy:
+        if pooled:
+            order = CreatePool(source=Source(tokens=engine.template.tokenizer.encode(SYSTEM)), pin=True)
+            await proxy.control.create_pool(order)
+        agent = Agent(proxy, "a")
+        await agent.say(said("a", 0))
+        await until(lambda: proxy.control.sessions.get(SessionId("a")).slot_id is None)
+        n_before = engine.n_prompt_cum + engine.hooks.n_processed
+        made = await proxy.control.create_pool(CreatePool(source=Source(from_session=SessionId("a"))))
+        assert made["prefix_len"] == len(agent.prompt)
+        assert engine.n_prompt_cum + engine.hooks.n_processed == n_before
+        assert went_on(await agent.say(said("a", 1)), said("a", 1))
+
+
+async def test_time_sends_nobody_away_when_it_is_switched_off(engine: FakeEngine, make_proxy: ProxyMaker) -> None:
+    async with make_proxy(engine.url, warm_after_s=0) as proxy:
+        agent = Agent(proxy, "a")
+        await agent.say(said("a", 0))
+        n_beats = len(engine.requests("/polykv/engine/stats"))
+        await until(lambda: len(engine.requests("/polykv/engine/stats")) > n_beats + 1)
+        assert not engine.saved.ram
+        await fill_slots(proxy)
+        assert went_on(await agent.say(said("a", 1)), said("a", 1))
+
+
+@pytest.mark.parametrize("room", [True, False])
+async def test_what_is_not_kept_moves_down_and_is_still_there(
+    engine: FakeEngine, make_proxy: ProxyMaker, room: bool
+) -> None:
+    """On top of a hole it would cost every decode as much as if the hole were full. Nobody's state is given for it."""
+    async with make_proxy(engine.url, warm_after_s=0.05) as proxy:
+        order = CreatePool(source=Source(tokens=[7] * 800), pin=True)
+        pool = await proxy.control.create_pool(order)
+        once = "a question that is not asked again " * 8
+        answer = await proxy.client.post(COMPLETION, json={"prompt": once, "n_predict": 4})
+        if not room:
+            await Agent(proxy, "a").say(said("a", 0))
+            await until(lambda: tag("a") in engine.saved.ram)
+            proxy.control.saved._wanted_bytes["ram"] = engine.saved.ram[tag("a")].n_bytes + 10
+        assert engine.cache.hi() > 800
+        await proxy.control.release_pool(pool["pool_id"])
+        if not room:
+            looks = lambda: [r for r in engine.received if b'"cells"' in r.body]  # noqa: E731
+            n_looks = len(looks())
+            await until(lambda: len(looks()) > n_looks)
+            assert (engine.cache.hi() > 800, list(engine.saved.ram)) == (True, [tag("a")])
+            return
+        await until(lambda: engine.cache.hi() == engine.cache.used())
+        await until(lambda: not engine.saved.ram)
+        again = once + answer.json()["content"] + " and more"
+        answer = await proxy.client.post(COMPLETION, json={"prompt": again, "n_predict": 1})
+        assert answer.json()["timings"]["cache_n"] == len(once) + 4
 
 
 async def test_an_idle_session_that_cannot_be_saved_stays_in_its_slot(
