@@ -1,6 +1,6 @@
 """Saved states: what it takes to bring a prefix back, what idle pools cost others, and how long a stream pauses.
 
-    python -m benchmarks.warm_tier [--rounds 5] [--assert] [--json]
+    python -m benchmarks.warm_tier [--rounds 5] [--threads 2] [--assert] [--json]
 
 In one run, on the chat model and the patched engine (`-c 16384 --parallel 4 --kv-unified --polykv-max-pools 16`):
 
@@ -264,6 +264,7 @@ def measure(n_rounds: int, say: Callable[[str], Any], *, up_to: int = 0, n_threa
 def report(found: Measured) -> str:
     prefill, memory, disk = median(found.prefill_ms), median(found.memory_ms), median(found.disk_ms)
     lines = [
+        f"threads: {found.n_threads}",
         f"back: {N_PREFIX} tokens, {found.state_mib:.1f} MiB, medians",
         f"  prefill      {prefill:8.1f} ms",
         f"  from memory  {memory:8.1f} ms  1/{1 / found.of_memory:.0f}  (at most 1/{1 / MAX_MEMORY:.0f})",
@@ -290,10 +291,11 @@ def main() -> int:
     assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=N_THREADS, help="more than there are free cores spin")
     parser.add_argument("--assert", dest="strict", action="store_true", help="end with 1 unless the ratios hold")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    found = measure(options.rounds, lambda line: print(line, file=sys.stderr, flush=True))
+    found = measure(options.rounds, lambda line: print(line, file=sys.stderr, flush=True), n_threads=options.threads)
     broken = found.broken_promises()
     print(json.dumps(asdict(found) | {"broken": broken}) if options.json else report(found))
     for said in broken:
