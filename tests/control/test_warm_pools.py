@@ -2,6 +2,7 @@
 
 import asyncio
 import shutil
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,17 @@ async def engine():
         yield engine
 
 
+@asynccontextmanager
+async def warm_planes(engine: FakeEngine, **settings: Any):
+    """Time does nothing by itself: neither does it send anybody away, nor write ahead to the disk."""
+    async with planes(engine, warm_after_s=LATER, **settings) as plane:
+        plane.control.idle_pools._unwritten = lambda: None
+        yield plane
+
+
 @pytest.fixture
 async def plane(engine):
-    async with planes(engine, warm_after_s=LATER, warm_disk_bytes=MIB) as plane:
+    async with warm_planes(engine, warm_disk_bytes=MIB) as plane:
         yield plane
 
 
@@ -197,7 +206,7 @@ async def test_without_a_tier_evict_says_why_and_goes_cold(engine):
         ({"warm_ram_bytes": 0}, "POLYKV_WARM_RAM_BYTES"),
         ({"warm_ram_bytes": 1000}, "the budget is smaller"),
     ):
-        async with planes(engine, warm_after_s=LATER, **settings) as plane:
+        async with warm_planes(engine, **settings) as plane:
             await plane.create(tokens=[1] * 300, name="a")
             error = await plane.refused(501, "warm_unavailable", "POST", "/polykv/pools/a/evict?to=warm")
             assert why in error["message"]
@@ -367,7 +376,7 @@ async def test_a_pool_that_comes_to_use_while_it_is_saved_stays(plane):
 async def test_a_deep_pool_comes_back_by_loads_alone_on_two_sequences():
     async with (
         FakeEngine(n_cells=1000, max_pools=2, save_ram=MIB) as engine,
-        planes(engine, warm_after_s=LATER) as plane,
+        warm_planes(engine) as plane,
     ):
         await plane.create(tokens=[1] * 200, name="root")
         await plane.fork("root", own_tokens=[2] * 50, name="child")
@@ -403,7 +412,7 @@ async def test_after_a_restart_of_the_engine_pools_come_from_their_files(plane):
 
 
 async def test_memory_only_is_lost_with_the_engine_and_outlives_its_sleep(engine):
-    async with planes(engine, warm_after_s=LATER) as plane:
+    async with warm_planes(engine) as plane:
         await plane.create(tokens=[1] * 100, name="a", ttl_s=0)
         await evict(plane, "a")
         engine.sleep()
@@ -436,7 +445,7 @@ async def test_restoring_loads_before_it_prefills(plane):
 
 async def test_a_killed_proxy_finds_what_is_saved_by_its_content_and_forgets_strangers(engine, tmp_path: Path):
     state = tmp_path / "state" / "pools.db"
-    async with planes(engine, state=str(state), warm_after_s=LATER) as first:
+    async with warm_planes(engine, state=str(state)) as first:
         await first.create(tokens=[1] * 100, name="a", ttl_s=0)
         await first.create(tokens=[2] * 100, name="b", ttl_s=0)
         await evict(first, "a")
@@ -448,7 +457,7 @@ async def test_a_killed_proxy_finds_what_is_saved_by_its_content_and_forgets_str
         assert len(engine.saved.ram) == 3
         await first.control.watch.stop()
         engine.hooks._owner = None
-        async with planes(engine, state=str(copy), warm_after_s=LATER) as plane:
+        async with warm_planes(engine, state=str(copy)) as plane:
             assert residencies(plane) == {"a": "warm", "b": "warm"}
             await eventually(lambda: len(engine.saved.ram) == 2)
             n = n_prefilled(plane)
@@ -457,7 +466,7 @@ async def test_a_killed_proxy_finds_what_is_saved_by_its_content_and_forgets_str
 
 
 async def test_states_of_another_model_are_not_ours(engine, tmp_path: Path):
-    async with planes(engine, warm_after_s=LATER, warm_disk_bytes=MIB, state=str(tmp_path / "p.db")) as plane:
+    async with warm_planes(engine, warm_disk_bytes=MIB, state=str(tmp_path / "p.db")) as plane:
         await plane.create(tokens=[1] * 100, name="a", ttl_s=0)
         await evict(plane, "a")
         engine.fingerprint = "other"
@@ -474,7 +483,7 @@ async def test_states_of_another_model_are_not_ours(engine, tmp_path: Path):
 
 
 async def test_the_least_recently_used_states_go_first_within_our_own_budget(engine):
-    async with planes(engine, warm_after_s=LATER, warm_ram_bytes=220 * 1024) as plane:
+    async with warm_planes(engine, warm_ram_bytes=220 * 1024) as plane:
         for i in range(3):
             await plane.create(tokens=[i] * 100, name=f"p{i}")
         await evict(plane, "p0")
@@ -490,7 +499,7 @@ async def test_the_least_recently_used_states_go_first_within_our_own_budget(eng
 
 async def test_the_engines_budget_is_made_room_in_and_a_disk_takes_what_memory_cannot(engine):
     engine.saved.ram_max = 220 * 1024
-    async with planes(engine, warm_after_s=LATER, warm_disk_bytes=MIB) as plane:
+    async with warm_planes(engine, warm_disk_bytes=MIB) as plane:
         for i in range(4):
             await plane.create(tokens=[i] * 100, name=f"p{i}")
             await evict(plane, f"p{i}")
@@ -515,7 +524,7 @@ async def test_a_disk_that_fails_leaves_the_copy_in_memory(plane):
 
 
 async def test_what_is_just_being_loaded_is_not_forgotten_for_others(engine):
-    async with planes(engine, warm_after_s=LATER, warm_ram_bytes=220 * 1024) as plane:
+    async with warm_planes(engine, warm_ram_bytes=220 * 1024) as plane:
         for i in range(3):
             await plane.create(tokens=[i] * 100, name=f"p{i}")
         await evict(plane, "p0")
@@ -542,7 +551,7 @@ async def test_a_planted_pool_with_the_same_tokens_is_warm_too(plane):
 
 async def test_a_load_gets_the_cells_of_slots_that_rest(engine):
     """The engine clears them for a prefill, not for a load."""
-    async with planes(engine, warm_after_s=LATER) as plane:
+    async with warm_planes(engine) as plane:
         await plane.create(tokens=[1] * 300, name="a")
         await evict(plane, "a")
         async with plane.session.post(engine.url + "/completion", json={"prompt": [7] * 900, "n_predict": 0}) as r:
