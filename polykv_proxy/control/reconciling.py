@@ -106,13 +106,12 @@ class PoolReconciler(PoolLoader, ABC):
         A listing during which anything changed proves nothing; then the next heartbeat tries again.
         """
         async with self._reconciling:
-            since = self.saved.mark()
             looked = await self._list_undisturbed()
             if looked is None:
                 return
             if not self._is_ours():
                 return
-            listed, cells = looked
+            listed, cells, since = looked
             self.saved.found(listed.saved, since)
             self._adopt_listed(listed)
             if cells is not None:
@@ -152,10 +151,13 @@ class PoolReconciler(PoolLoader, ABC):
         """A slot may hold something else than the books say: the engine's word for it got lost."""
         self._doubts_cells = self.unsure = True
 
-    async def _list_undisturbed(self) -> tuple[PoolList, CellMap | None] | None:
-        """The engine's list; with the first look at an engine, or in doubt, also where its sequences lie."""
+    async def _list_undisturbed(self) -> tuple[PoolList, CellMap | None, int] | None:
+        """The engine's list; with the first look at an engine, or in doubt, also where its sequences lie.
+
+        And the mark of what was known of saved states when it was asked for.
+        """
         for _ in range(5):
-            before = self._n_changes
+            before, since = self._n_changes, self.saved.mark()
             listed = await self._engine.list_pools()
             if listed.sleeping:
                 return None
@@ -163,7 +165,7 @@ class PoolReconciler(PoolLoader, ABC):
             if listed.epoch != self._watch.epoch:
                 await self._watch.refresh()
             elif self._n_changes == before:
-                return listed, cells
+                return listed, cells, since
         return None
 
     async def cells(self) -> CellMap | None:

@@ -102,9 +102,12 @@ class SavedBooks:
         self.on_found()
 
     def lost(self) -> None:
-        """Another start of the engine: nothing is known of it yet."""
+        """Another start of the engine: nothing is known of it yet, and no list that was asked for before counts."""
         for tag in list(self._states):
             self.leave_out(tag)
+        self._n_changes += 1
+        self._found_since = self._n_changes
+        self._changed_at.clear()
         self.known = False
 
     def enter(self, state: SavedState) -> None:

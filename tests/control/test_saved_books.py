@@ -58,6 +58,17 @@ def test_files_of_another_model_are_not_ours():
     assert [s.n_tokens for s in books] == [2]
 
 
+def test_a_list_of_the_engines_last_start_does_not_count():
+    books = SavedBooks()
+    books.enter(state(1))
+    since = books.mark()
+    books.lost()
+    books.found([state(1)], since)
+    assert (list(books), books.known) == ([], False)
+    books.found([state(1)], books.mark())
+    assert ([s.n_tokens for s in books], books.known) == ([1], True)
+
+
 def test_victims_are_the_least_recently_used_that_nobody_is_at_and_enough_or_none():
     books = SavedBooks()
     for n, places in ((1, ("ram",)), (2, ("ram", "disk")), (3, ("disk",)), (4, ("ram",))):

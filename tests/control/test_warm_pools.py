@@ -411,6 +411,18 @@ async def test_after_a_restart_of_the_engine_pools_come_from_their_files(plane):
     await books_hold(plane)
 
 
+async def test_a_restart_that_is_noticed_while_comparing_costs_no_state(plane):
+    await family(plane)
+    for name in ("leaf", "child", "root"):
+        await evict(plane, name)
+    await plane.control.watch.stop()
+    await plane.engine.restart()
+    await plane.control.residency.reconcile()
+    await plane.control.lease.renew()
+    await plane.control.residency.reconcile()
+    assert set(residencies(plane).values()) == {"warm"}
+
+
 async def test_memory_only_is_lost_with_the_engine_and_outlives_its_sleep(engine):
     async with warm_planes(engine) as plane:
         await plane.create(tokens=[1] * 100, name="a", ttl_s=0)
