@@ -284,6 +284,25 @@ async def test_a_load_whose_answer_is_lost_is_found_by_its_tag(plane):
     await books_hold(plane)
 
 
+async def test_a_lost_load_is_not_taken_for_a_sequence_that_is_just_given_up(plane):
+    """It has the same tag, since that tells the content."""
+    await plane.create(tokens=[1] * 100, name="a")
+    await evict(plane, "a")
+    await ensure(plane, "a")
+    plant(plane, [1] * 100, name="twin")
+    hold = Hold()
+    plane.engine.on("free", "request", hold)
+    leaving = asyncio.create_task(evict(plane, "a"))
+    await hold.reached()
+    plane.engine.on("load", "request", drop())
+    await ensure(plane, "twin")
+    hold.release()
+    await leaving
+    await eventually(lambda: plane.control.residency.books_true)
+    assert residencies(plane) == {"a": "warm", "twin": "resident"}
+    await books_hold(plane)
+
+
 async def test_a_load_that_is_called_off_leaves_no_sequence_behind(plane):
     await plane.create(tokens=[1] * 100, name="a")
     await evict(plane, "a")
