@@ -1,6 +1,7 @@
 """More sessions than slots: what a session said is saved when its slot is needed, and nothing is prefilled twice."""
 
 import asyncio
+import random
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -10,9 +11,10 @@ import pytest_asyncio
 
 from polykv_proxy.control import CreatePool, Source
 from polykv_proxy.control.saved_books import session_tag
-from polykv_proxy.ids import SessionId, SlotId
+from polykv_proxy.ids import SessionId
 from tests.fake_engine import FakeEngine, Hold, drop, reply
 from tests.relay.conftest import Proxy, ProxyMaker
+from tests.relay.dialect_cases import PATHS, body_of
 from tests.relay.raw import until
 
 COMPLETION, CHAT = "/completion", "/v1/chat/completions"
@@ -140,11 +142,34 @@ async def test_books_of_cells_follow(engine: FakeEngine, proxy: Proxy) -> None:
         for agent in agents:
             await agent.say(said(agent.name, turn))
             await proxy.control.refresh()
-            accounts = proxy.control.residency.ledger.accounts()
-            proxy.control.residency.ledger.sync()
-            accounts = proxy.control.residency.ledger.accounts()
-            own = sum(proxy.control.residency.ledger.holds(SlotId(i))[1] for i in range(4))
-            assert sum(accounts.own_cells.values()) + own == engine.cache.used()
+            ledger = proxy.control.residency.ledger
+            ledger.sync()
+            assert ledger.accounts().total_cells == engine.cache.used()
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_in_every_dialect(engine: FakeEngine, proxy: Proxy, path: str, stream: bool) -> None:
+    """What a reply says of itself is enough to know what its slot holds."""
+    body = body_of(path, "a question of some length " * 4, stream=stream, session_id="s")
+    assert (await proxy.client.post(path, json=body)).status_code == 200
+    await fill_slots(proxy)
+    assert len(engine.saved.ram[tag("s")].tokens) == len(engine.template.render(path, body)[0][0]) + 4
+    n_before = engine.n_prompt_cum
+    assert (await proxy.client.post(path, json=body)).status_code == 200
+    assert engine.n_prompt_cum == n_before + 1
+
+
+async def test_in_the_explicit_mode_only_who_carries_a_field(engine: FakeEngine, explicit: Proxy) -> None:
+    agent = Agent(explicit, "a")
+    await agent.say(said("a", 0))
+    for i in range(4):
+        assert (await explicit.client.post(COMPLETION, json={"prompt": f"{i} untouched " * 20})).status_code == 200
+    await fill_slots(explicit)
+    assert engine.saved.ram.keys() <= {tag("a"), *(tag(f"other-{i}") for i in range(4))}
+    await agent.say(said("a", 1))
+    await fill_slots(explicit)
+    assert went_on(await agent.say(said("a", 2)), said("a", 2))
 
 
 # Who is saved --------------------------------------------------------------------------------------------------------
@@ -500,6 +525,16 @@ async def test_who_comes_back_while_it_is_taken_out_of_the_cache(engine: FakeEng
 # Cells ---------------------------------------------------------------------------------------------------------------
 
 
+async def test_when_cells_are_low_sessions_leave_at_once(make_proxy: ProxyMaker) -> None:
+    async with FakeEngine(save_ram=RAM, n_cells=960) as engine, make_proxy(engine.url) as proxy:
+        for i in range(3):
+            assert engine.cache.used() == i * (len(SYSTEM) + 68)
+            await Agent(proxy, f"agent-{i}").say("x" * 60)
+        await until(lambda: engine.cache.free() > 960 / 8)
+        assert list(engine.saved.ram) == [tag("agent-0")], "the longest unused, and no more than it takes"
+        assert proxy.control.sessions.get(SessionId("agent-0")).slot_id is None
+
+
 async def test_slots_that_rest_make_room_for_a_state_and_are_saved(make_proxy: ProxyMaker) -> None:
     async with FakeEngine(save_ram=RAM, n_cells=1100) as engine, make_proxy(engine.url) as proxy:
         agents = [Agent(proxy, f"agent-{i}") for i in range(4)]
@@ -508,3 +543,71 @@ async def test_slots_that_rest_make_room_for_a_state_and_are_saved(make_proxy: P
                 receipt = await agent.say("x" * 60)
                 if turn:
                     assert went_on(receipt, "x" * 60), (agent.name, turn)
+
+
+# All at once ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_whatever_happens_everybody_is_answered_and_nothing_is_left(make_proxy: ProxyMaker, seed: int) -> None:
+    """Sixteen sessions at once on four slots and a small cache, with accidents, clients that leave, and a restart."""
+    rng = random.Random(seed)
+    async with (
+        FakeEngine(save_ram=RAM, save_disk=RAM, n_cells=3000) as engine,
+        make_proxy(engine.url, warm_after_s=0.02, warm_disk_bytes=RAM) as proxy,
+    ):
+        await proxy.pool(tokens=engine.template.tokenizer.encode(SYSTEM))
+        engine.token_s = 0.0005
+        for place in ("save", "load", "clear", "stats"):
+            for phase in ("request", "reply"):
+                engine.on(place, phase, sometimes(rng), times=None)
+        agents = [Agent(proxy, f"agent-{i}", stream=i % 2 == 0) for i in range(16)]
+        await asyncio.gather(*(lead(agent, rng) for agent in agents))
+        restarted = asyncio.create_task(engine.restart())
+        await asyncio.gather(*(lead(agent, rng, may_fail=True) for agent in agents))
+        await restarted
+        engine.faults.armed.clear()
+        await proxy.control.refresh()
+        await until(lambda: not any(proxy.at_rest().values()))
+        await until(lambda: not proxy.control.parking._working)
+        assert not [slot for slot in proxy.control.slots._slots if slot.reserved]
+        assert not list(proxy.control.parking._locks)
+        for agent in agents:
+            await agent.say(said(agent.name, 9))
+            assert went_on(await agent.say(said(agent.name, 10)), said(agent.name, 10))
+        await until(lambda: proxy.control.residency.books_true)
+        await until(lambda: not any(slot.tokens for slot in engine.slots))
+        await until(lambda: not proxy.control.parking._working)
+        await proxy.control.refresh()
+        ledger = proxy.control.residency.ledger
+        ledger.sync()
+        assert ledger.accounts().total_cells == engine.cache.used()
+
+
+def sometimes(rng: random.Random) -> Any:
+    """An accident, once in a while."""
+
+    async def action(request: Any) -> Any:
+        kind = rng.randrange(12)
+        if kind == 0:
+            return await drop()(request)
+        if kind == 1:
+            return await reply(409, SAVE_BUSY)(request)
+        if kind == 2:
+            await asyncio.sleep(0.01)
+        return None
+
+    return action
+
+
+async def lead(agent: Agent, rng: random.Random, *, may_fail: bool = False) -> None:
+    """Three turns; of some the client leaves in the middle."""
+    for turn in range(3):
+        turned = asyncio.create_task(agent.say(said(agent.name, turn)))
+        if rng.randrange(4) == 0:
+            await asyncio.wait([turned], timeout=rng.random() / 50)
+            turned.cancel()
+        (result,) = await asyncio.gather(turned, return_exceptions=True)
+        if isinstance(result, BaseException):
+            agent.prompt = SYSTEM + f" {agent.name} begins anew. "
+            assert may_fail or isinstance(result, asyncio.CancelledError), result
