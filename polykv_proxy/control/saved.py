@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Literal
 
-from polykv_proxy.control.saved_books import Place, SavedBooks, pool_tag, session_tag
+from polykv_proxy.control.saved_books import POOL, Place, SavedBooks, pool_tag, session_tag
 from polykv_proxy.control.tier_counts import TierCounts
 from polykv_proxy.control.watch import EngineWatch
 from polykv_proxy.errors import (
@@ -184,6 +184,8 @@ class SavedStates(SavedBooks):
         places = self.places() if only is None else [only]
         to: To = "both" if len(places) == 2 else places[0]
         while True:
+            if only is None and to != "both":
+                await self._forget_elsewhere(tag, to)
             try:
                 return await self._engine.save(seq=seq, id_slot=id_slot, start=start, n_tokens=n_tokens, tag=tag, to=to)
             except SavingUnsupported:
@@ -201,6 +203,12 @@ class SavedStates(SavedBooks):
                     if to != "both":
                         raise
                     to = "disk"
+
+    async def _forget_elsewhere(self, tag: str, place: Place) -> None:
+        """What a session said up to an earlier turn, in the other place, would be found there and be loaded first."""
+        before = self.find(tag)
+        if before is not None and not tag.startswith(POOL) and any(other != place for other in before.places):
+            await self.forget(tag)
 
     async def _also_on_disk(self, saved: Saved, seq: int, id_slot: int) -> Saved:
         """When it was to be on disk as well and is in memory only, try again with room made there."""

@@ -605,3 +605,20 @@ async def test_in_doubt_about_a_slot_the_engine_is_asked_where_everything_lies(p
     plane.control.residency.doubt_cells()
     await eventually(lambda: plane.control.residency.books_true)
     await books_hold(plane)
+
+
+async def test_a_session_that_outgrew_the_memory_leaves_no_older_state_there(plane):
+    async def say(n: int) -> None:
+        body = {"prompt": [7] * n, "n_predict": 0, "id_slot": 0}
+        async with plane.session.post(plane.engine.url + "/completion", json=body) as r:
+            assert r.status == 200
+
+    saved = plane.control.saved
+    await say(50)
+    assert (await saved.save(id_slot=0, tag="session-s")).places == ("ram", "disk")
+    plane.engine.saved.ram_max = 70 * 1024
+    await say(100)
+    assert (await saved.save(id_slot=0, tag="session-s")).places == ("disk",)
+    assert (await saved.load_slot("session-s", 1)).n_tokens == 100
+    saved.found((await plane.control.engine.list_pools()).saved, saved.mark())
+    assert [(state.n_tokens, state.places) for state in saved] == [(100, ("disk",))]
