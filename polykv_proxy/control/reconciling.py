@@ -79,26 +79,31 @@ class PoolReconciler(PoolLoader, ABC):
         self.drop_all()
         self.compared = False
 
-    def _adopt_listed(self, listed: PoolList) -> None:
-        """Pools whose tokens a sequence holds that nobody owns, whoever had it made. Told by hash and length."""
+    def _adopt_listed(self, listed: PoolList) -> bool:
+        """Pools whose tokens a sequence holds that nobody owns, whoever had it made. Told by hash and length.
+
+        Gives whether there were any: which cells they share is not in the books.
+        """
         owned = {pool.seq_id for pool in self._tree.residents()}
         taken = owned | self._giving
         strays = [p for p in listed.pools if p.state == "ready" and p.lora_current and p.tokens_hash]
         strays = [p for p in strays if p.tag not in self._tags and p.seq not in taken]
         if not strays:
-            return
+            return False
         wanted = {(int(p.tokens_hash or "0", 16), p.n_tokens) for p in strays}
         cold: dict[tuple[int, int], list[Pool]] = {}
         for pool in self._tree:
             key = (pool.tokens_hash, pool.prefix_len)
             if key in wanted and pool.residency in ("cold", "warm"):
                 cold.setdefault(key, []).append(pool)
+        adopted = False
         for stray in strays:
             pools = cold.get((int(stray.tokens_hash or "0", 16), stray.n_tokens))
             if pools:
-                pool = pools.pop(0)
+                pool, adopted = pools.pop(0), True
                 log.info("pool %s is in sequence %d already", pool.label, stray.seq)
                 self._tree.set_residency(pool.pool_id, "resident", seq_id=SeqId(stray.seq), gen=stray.gen)
+        return adopted
 
     async def reconcile(self) -> None:
         """Compare with what the engine lists: pools it lost go cold, sequences nobody owns are freed.
@@ -113,12 +118,14 @@ class PoolReconciler(PoolLoader, ABC):
                 return
             listed, cells, since = looked
             self.saved.found(listed.saved, since)
-            self._adopt_listed(listed)
+            adopted = self._adopt_listed(listed)
             if cells is not None:
                 self.ledger.found(cells)
             self._doubts_cells = False
             self.compared = True
             self.unsure = any(p.state == "busy" and p.tag not in self._tags for p in listed.pools)
+            if adopted and cells is None:
+                self.doubt_cells()
             ready = {p.seq: p.gen for p in listed.pools if p.state == "ready" and p.lora_current}
             self._outdated |= {(SeqId(p.seq), p.gen) for p in listed.pools if not p.lora_current}
             owned: set[int] = set()

@@ -8,7 +8,16 @@ the book thinks is idle, and nobody may ever get another's text into his pool.
 from collections.abc import Awaitable, Callable
 
 from polykv_proxy.control.residency import Residency
-from polykv_proxy.errors import SessionNotFound, SessionNotResident, UpstreamError
+from polykv_proxy.errors import (
+    PrefixMismatch,
+    SavedGone,
+    SavingRefused,
+    SavingUnsupported,
+    SequenceGone,
+    SessionNotFound,
+    SessionNotResident,
+    UpstreamError,
+)
 from polykv_proxy.ids import SeqId, SessionId, SlotId
 from polykv_proxy.sessions import Session, SessionBook
 from polykv_proxy.slots import SlotBook
@@ -38,7 +47,11 @@ class Snapshots:
         if session is None:
             raise SessionNotFound(f"no session {session_id!r}", param="from_session")
         if session.slot_id is None:
-            await self._bring_back(session)
+            try:
+                await self._bring_back(session)
+            except (PrefixMismatch, SavedGone, SavingRefused, SavingUnsupported, SequenceGone) as e:
+                said = f"session {session_id!r} has no slot, and what was saved of it is not to be had: {e.message}"
+                raise SessionNotResident(said, param="from_session") from e
         slot_id = self._own_slot(session)
         was_used = session.ctx_used if not session.turns else None
         made, tokens = await self.of_slot(slot_id, "session")

@@ -110,7 +110,8 @@ class Books(RuleBasedStateMachine):
             if control.residency.at_rest and all(task is None or task.done() for task in behind):
                 break
             await asyncio.sleep(0)
-        await control.residency.settle()
+        for _ in range(3):
+            await control.residency.settle()
         if control.watch.epoch is not None:
             await control.saved.look()
 

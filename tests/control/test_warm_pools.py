@@ -622,3 +622,14 @@ async def test_a_session_that_outgrew_the_memory_leaves_no_older_state_there(pla
     assert (await saved.load_slot("session-s", 1)).n_tokens == 100
     saved.found((await plane.control.engine.list_pools()).saved, saved.mark())
     assert [(state.n_tokens, state.places) for state in saved] == [(100, ("disk",))]
+
+
+async def test_a_pool_that_was_not_freed_after_all_is_in_the_books_with_what_it_shares(plane):
+    await plane.create(tokens=[1] * 100, name="root")
+    await plane.fork("root", tokens=[1] * 60 + [2] * 30, name="child")
+    plane.engine.on("free", "request", reply(500, {"error": {"code": 500, "message": "no", "type": "polykv_error"}}))
+    await evict(plane, "root")
+    await eventually(lambda: residencies(plane)["root"] == "resident")
+    await eventually(lambda: plane.control.residency.books_true)
+    assert plane.engine.cache.used() == 130
+    await books_hold(plane)

@@ -11,6 +11,7 @@ import pytest_asyncio
 
 from polykv_proxy.control import CreatePool, Source
 from polykv_proxy.control.saved_books import session_tag
+from polykv_proxy.errors import SessionNotResident
 from polykv_proxy.ids import SessionId
 from tests.fake_engine import FakeEngine, Hold, drop, reply
 from tests.relay.conftest import Proxy, ProxyMaker
@@ -470,6 +471,15 @@ async def test_time_sends_nobody_away_when_it_is_switched_off(engine: FakeEngine
 @pytest.mark.parametrize("room", [True, False])
 async def test_what_is_not_kept_moves_down_and_is_still_there(
     engine: FakeEngine, make_proxy: ProxyMaker, room: bool
+async def test_a_parked_session_whose_state_is_gone_is_not_resident(engine: FakeEngine, make_proxy: ProxyMaker) -> None:
+    async with make_proxy(engine.url, warm_after_s=0.05) as proxy:
+        await Agent(proxy, "a").say(said("a", 0))
+        await until(lambda: proxy.control.sessions.get(SessionId("a")).slot_id is None)
+        engine.saved.ram.clear()
+        with pytest.raises(SessionNotResident, match="not to be had"):
+            await proxy.control.create_pool(CreatePool(source=Source(from_session=SessionId("a"))))
+
+
 ) -> None:
     """On top of a hole it would cost every decode as much as if the hole were full. Nobody's state is given for it."""
     async with make_proxy(engine.url, warm_after_s=0.05) as proxy:
