@@ -229,6 +229,7 @@ class Views:
             "pool_id": session.running_in,
             "slot_id": session.slot_id,
             "state": _state(session, slot),
+            "parked": session.saved and session.slot_id is None,
             "n_turns": session.n_turns,
             "n_running": len(session.turns),
             "n_decoded": session.n_decoded,

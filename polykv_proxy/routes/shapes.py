@@ -273,6 +273,8 @@ class SessionShown(_Shape):
     pool_id: int | None
     slot_id: int | None
     state: SessionState
+    parked: bool
+    """Its conversation is saved outside the cache, and it has no slot until its next turn."""
     n_turns: Count
     n_running: Count
     n_decoded: Count

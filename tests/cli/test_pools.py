@@ -150,6 +150,14 @@ def test_sessions_cut_long_ids_and_no_number(server: ContractServer, monkeypatch
     assert lines[1:] == ["team:coding-agent.instructions-…    7    3 131,072 4,321 199 MB  48.1 generating"]
 
 
+def test_a_session_outside_the_cache_is_parked(server: ContractServer) -> None:
+    facts = {"prefix_n_tokens": None, "suffix_n_tokens": None, "marginal_kv_bytes": None, "tps_ewma": None}
+    session = {"session_id": "a", "pool_id": 7, "slot_id": None, "state": "idle", "parked": True, **facts}
+    server.answer_next = (200, json.dumps({"sessions": [session]}).encode(), {})
+    lines = runner.invoke(polykvctl, ["sessions", "--url", server.url]).stdout.splitlines()
+    assert lines[1].split() == ["a", "7", "parked"]
+
+
 @pytest.mark.parametrize("command", ["tree", "ls"])
 def test_a_wide_terminal_shows_names_whole(
     server: ContractServer, monkeypatch: pytest.MonkeyPatch, command: str

@@ -120,6 +120,20 @@ async def test_twelve_sessions_in_turn_on_four_slots(
     assert {slot.n_pool_shared for slot in engine.slots} == {n_pool}
 
 
+async def test_who_is_parked_is_shown(engine: FakeEngine, proxy: Proxy) -> None:
+    async def parked() -> dict[str, bool]:
+        shown = (await proxy.client.get("/polykv/sessions")).json()["sessions"]
+        return {session["session_id"]: session["parked"] for session in shown}
+
+    agent = Agent(proxy, "a")
+    await agent.say(said("a", 0))
+    assert await parked() == {"a": False}
+    await fill_slots(proxy)
+    assert (await parked())["a"]
+    await agent.say(said("a", 1))
+    assert not (await parked())["a"]
+
+
 async def test_a_state_is_loaded_into_whatever_slot_is_free(engine: FakeEngine, proxy: Proxy) -> None:
     agent = Agent(proxy, "a")
     await agent.say(said("a", 0))
@@ -457,6 +471,15 @@ async def test_a_pool_is_made_of_a_session_that_is_parked(
         assert went_on(await agent.say(said("a", 1)), said("a", 1))
 
 
+async def test_a_parked_session_whose_state_is_gone_is_not_resident(engine: FakeEngine, make_proxy: ProxyMaker) -> None:
+    async with make_proxy(engine.url, warm_after_s=0.05) as proxy:
+        await Agent(proxy, "a").say(said("a", 0))
+        await until(lambda: proxy.control.sessions.get(SessionId("a")).slot_id is None)
+        engine.saved.ram.clear()
+        with pytest.raises(SessionNotResident, match="not to be had"):
+            await proxy.control.create_pool(CreatePool(source=Source(from_session=SessionId("a"))))
+
+
 async def test_time_sends_nobody_away_when_it_is_switched_off(engine: FakeEngine, make_proxy: ProxyMaker) -> None:
     async with make_proxy(engine.url, warm_after_s=0) as proxy:
         agent = Agent(proxy, "a")
@@ -471,15 +494,6 @@ async def test_time_sends_nobody_away_when_it_is_switched_off(engine: FakeEngine
 @pytest.mark.parametrize("room", [True, False])
 async def test_what_is_not_kept_moves_down_and_is_still_there(
     engine: FakeEngine, make_proxy: ProxyMaker, room: bool
-async def test_a_parked_session_whose_state_is_gone_is_not_resident(engine: FakeEngine, make_proxy: ProxyMaker) -> None:
-    async with make_proxy(engine.url, warm_after_s=0.05) as proxy:
-        await Agent(proxy, "a").say(said("a", 0))
-        await until(lambda: proxy.control.sessions.get(SessionId("a")).slot_id is None)
-        engine.saved.ram.clear()
-        with pytest.raises(SessionNotResident, match="not to be had"):
-            await proxy.control.create_pool(CreatePool(source=Source(from_session=SessionId("a"))))
-
-
 ) -> None:
     """On top of a hole it would cost every decode as much as if the hole were full. Nobody's state is given for it."""
     async with make_proxy(engine.url, warm_after_s=0.05) as proxy:
