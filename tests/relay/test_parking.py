@@ -120,6 +120,20 @@ async def test_twelve_sessions_in_turn_on_four_slots(
     assert {slot.n_pool_shared for slot in engine.slots} == {n_pool}
 
 
+async def test_who_is_parked_is_shown(engine: FakeEngine, proxy: Proxy) -> None:
+    async def parked() -> dict[str, bool]:
+        shown = (await proxy.client.get("/polykv/sessions")).json()["sessions"]
+        return {session["session_id"]: session["parked"] for session in shown}
+
+    agent = Agent(proxy, "a")
+    await agent.say(said("a", 0))
+    assert await parked() == {"a": False}
+    await fill_slots(proxy)
+    assert (await parked())["a"]
+    await agent.say(said("a", 1))
+    assert not (await parked())["a"]
+
+
 async def test_a_state_is_loaded_into_whatever_slot_is_free(engine: FakeEngine, proxy: Proxy) -> None:
     agent = Agent(proxy, "a")
     await agent.say(said("a", 0))
