@@ -44,7 +44,12 @@ WITHIN_S = 120.0
 
 MIB = 1 << 20
 SIZES = ("-c", "16384", "--parallel", "4", "--kv-unified", "--polykv-max-pools", "16", "-b", "256")
-SETTINGS: dict[str, float] = {"warm_after_s": 1.0, "session_gap_s": 0.5, "warm_disk_bytes": 1024 * MIB}
+SETTINGS: dict[str, float] = {
+    "warm_after_s": 1.0,
+    "session_gap_s": 0.5,
+    "warm_disk_bytes": 1024 * MIB,
+    "pin_max_fraction": 0.9,
+}
 
 
 @dataclass
