@@ -37,6 +37,10 @@ class State:
     damaged: bool = False
     """Of a file: its checksum is wrong, which only reading it shows."""
 
+    def is_same(self, other: "State") -> bool:
+        """What is saved under a tag in one place and not the same in the other goes there."""
+        return (self.start, self.tokens) == (other.start, other.tokens)
+
     @property
     def n_cell_bytes(self) -> int:
         return (len(self.tokens) - self.start) * BYTES_PER_CELL
@@ -137,6 +141,8 @@ class SavedStates:
             raise HookError(507, self.disk_fails)
         self.files = [f for f in self.files if f.tag != state.tag or not self._usable(f)]
         self.files.append(replace(state))
+        if state.tag in self.ram and not self.ram[state.tag].is_same(state):
+            del self.ram[state.tag]
 
     def read(self, tag: str) -> State:
         named = [f for f in self.files if f.tag == tag] if self.disk_max else []
@@ -187,6 +193,7 @@ class SavedStates:
         state = State(asked["tag"], asked["from"], source.tokens[:n], self.engine.fingerprint)
         if to != "disk":
             self.check_ram(state)
+            self.files = [f for f in self.files if f.tag != state.tag or not self._usable(f) or f.is_same(state)]
             self.ram[state.tag] = state
         return state, state.as_json() | {"in": [] if to == "disk" else ["ram"], "t_copy_ms": 0.1, "t_ms": 0.2}
 

@@ -40,8 +40,8 @@ class Saving:
                 raise HookError(400, f'"{key}" must be -1 or a pool sequence')
         if asked["id_slot"] >= self.engine.n_slots:
             raise HookError(400, f'"id_slot" must be between 0 and {self.engine.n_slots - 1}')
-        if not asked.get("tag"):
-            raise HookError(400, '"tag" must name what is saved')
+        if not asked.get("tag") or "/" in asked["tag"]:
+            raise HookError(400, '"tag" must name what is saved, without a slash')
         n_ends = (asked["seq"] >= 0) + (asked["id_slot"] >= 0)
         if op == "save" and n_ends != 1:
             raise HookError(400, 'exactly one of "seq" and "id_slot" must be given')
