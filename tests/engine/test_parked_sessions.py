@@ -38,6 +38,8 @@ WAYS = [
     ("pool", "completion", "stream"),
     ("pool", "chat", "whole"),
 ]
+FAST = WAYS[1:3]
+"""Both kinds of prompt, with and without a pool."""
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
 EXACT = ("-t", "1", "--flash-attn", "off", "--cache-type-k", "f32", "--cache-type-v", "f32")
 """Flash attention rounds to f16, differently wherever the cells lie: by 0.02 nats on these models, parked or not."""
@@ -117,7 +119,10 @@ class Talk:
         return task
 
 
-@pytest.mark.parametrize("way", WAYS, ids="-".join)
+@pytest.mark.parametrize(
+    "way",
+    [pytest.param(way, id="-".join(way), marks=[] if way in FAST else [pytest.mark.slow]) for way in WAYS],
+)
 def test_no_turn_of_twelve_sessions_is_prefilled_twice(
     stack: ProxyStack, model: str, noise: Noise, way: tuple[str, str, str]
 ) -> None:
