@@ -50,6 +50,9 @@ def summary(view: Mapping[str, Any]) -> str:
         for name, key in (("warm", "ram"), ("on disk", "disk"))
         if (place := warm.get(key)) and place["bytes"]
     ]
+    n_hits = sum(place.get("hits", 0) for key in ("ram", "disk") if (place := warm.get(key)))
+    if n_hits or warm.get("misses"):
+        parts.append(f"brought back {count(n_hits)}, missed {count(warm.get('misses', 0))}")
     if view.get("idle_tax"):
         parts.append(f"idle cells cost {view['idle_tax']:.0%}")
     return " · ".join(parts)

@@ -75,6 +75,8 @@ def test_what_is_saved_outside_the_cache_is_told() -> None:
     assert summary(view) == start
     places = {"ram": {"bytes": 40_118_176}, "disk": {"bytes": 0}}
     assert summary(view | {"kv_cells_high": 2757, "warm": places}) == f"{start}, highest 2,757 · warm 40.1 MB"
+    counted = {"ram": {"bytes": 0, "hits": 3}, "disk": {"bytes": 0, "hits": 1}, "misses": 2}
+    assert summary(view | {"warm": counted}) == f"{start} · brought back 4, missed 2"
     places = {"ram": {"bytes": 0}, "disk": {"bytes": 80_000_000}}
     assert summary(view | {"idle_tax": 0.31, "warm": places}) == f"{start} · on disk 80.0 MB · idle cells cost 31%"
 
