@@ -176,6 +176,9 @@ class SavedBooks:
 
 def state_content(state: SavedState) -> Content | None:
     """Which pool's state it is; None of a session's, which nobody but the session asks for."""
-    if not state.tag.startswith(POOL) or not state.tokens_hash:
+    if not state.tag.startswith(POOL):
         return None
-    return int(state.tokens_hash, 16), state.n_tokens
+    try:
+        return int(state.tokens_hash, 16), state.n_tokens
+    except ValueError:
+        return None  # a damaged header: its file is of no use, and forgotten with those that nobody knows

@@ -69,7 +69,7 @@ class Views:
         """
         top = self._tree.get(ref).pool_id if ref is not None else None
         stats = self._watch.stats
-        answers = self._watch.state != "away" and self._taken_by() is None
+        answers = self._watch.state == "ready" and self._taken_by() is None
         cells = stats.cells if stats is not None and answers and not self._watch.sleeping else None
         resident = len(self._tree.residents())
         facts = EngineFacts(
@@ -137,7 +137,7 @@ class Views:
         Free are those that a new session or pool could take now.
         """
         stats = self._watch.stats
-        answers = self._watch.state != "away" and self._taken_by() is None and not self._watch.sleeping
+        answers = self._watch.state == "ready" and self._taken_by() is None and not self._watch.sleeping
         if stats is None or not answers or stats.kv_unified or stats.cells is None or not stats.cells.n_stream:
             return dict.fromkeys(("kv_streams_total", "kv_streams_free", "kv_cells_per_stream"))
         now_s = self._clock()

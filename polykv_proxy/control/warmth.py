@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from polykv_proxy.control.making import PoolMaker
 from polykv_proxy.control.room import Room
 from polykv_proxy.control.saved import SavedStates, pool_tag
-from polykv_proxy.control.saved_books import Content, Place, state_content
+from polykv_proxy.control.saved_books import POOL, Content, Place, state_content
 from polykv_proxy.control.watch import EngineWatch
 from polykv_proxy.errors import PolyKVError, SavedBudget, SavingRefused, SavingUnsupported, SequenceGone
 from polykv_proxy.ids import PoolId
@@ -68,7 +68,8 @@ class PoolWarmth(PoolMaker, ABC):
                 self._tree.set_residency(pool.pool_id, now)
 
     def _gone(self, state: SavedState) -> None:
-        for pool_id in self._warm.pop((int(state.tokens_hash or "0", 16), state.n_tokens), ()):
+        content = state_content(state)
+        for pool_id in self._warm.pop(content, ()) if content is not None else ():
             pool = self._tree.find(pool_id)
             if pool is not None and pool.residency == "warm":
                 self._tree.set_residency(pool_id, self.residency_without(pool))
@@ -97,7 +98,7 @@ class PoolWarmth(PoolMaker, ABC):
         self.why_not_saved = {known: why for known, why in self.why_not_saved.items() if known in contents}
         self._unwritable &= contents
         self.saved.remember_only(contents)
-        await self.saved.forget_unless(lambda state: (content := state_content(state)) is None or content in contents)
+        await self.saved.forget_unless(lambda state: not state.tag.startswith(POOL) or state_content(state) in contents)
 
     # Out of the cache ----------------------------------------------------------------------------------------------
 

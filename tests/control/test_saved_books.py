@@ -134,3 +134,8 @@ class Machine(RuleBasedStateMachine):
 
 TestMachine = Machine.TestCase
 TestMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+def test_a_damaged_hash_is_no_pools_state():
+    damaged = state(7).model_copy(update={"tokens_hash": "t0ffee"})
+    assert (state_content(state(7)) is None, state_content(damaged)) == (False, None)
