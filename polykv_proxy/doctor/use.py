@@ -27,7 +27,8 @@ def more_sessions_than_slots(facts: Facts) -> Finding | None:
         "more_sessions_than_slots",
         "info",
         f"{facts.n_live_sessions} live sessions share {facts.n_slots} slots",
-        "they displace each other: a turn then prefills what its session had beyond its pool again",
+        "they displace each other: who comes back is loaded from what was saved, or prefills what it had beyond its pool "
+        "where nothing is saved",
         "more --parallel, or put what they have in common into pools",
     )
 
