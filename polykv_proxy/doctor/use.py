@@ -27,8 +27,8 @@ def more_sessions_than_slots(facts: Facts) -> Finding | None:
         "more_sessions_than_slots",
         "info",
         f"{facts.n_live_sessions} live sessions share {facts.n_slots} slots",
-        "they displace each other: who comes back is loaded from what was saved, or prefills what it had beyond its pool "
-        "where nothing is saved",
+        "they displace each other: who comes back is loaded from what was saved; where nothing is saved, it prefills "
+        "what it had beyond its pool",
         "more --parallel, or put what they have in common into pools",
     )
 
