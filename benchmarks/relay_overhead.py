@@ -64,8 +64,13 @@ def engine_app(n_slots: str) -> web.Application:
     async def pools(_request: web.Request) -> web.Response:
         return web.json_response({"epoch": "bench", "pools": []})
 
+    async def cells(_request: web.Request) -> web.Response:
+        slots = [{"id": i, "runs": []} for i in range(int(n_slots))]
+        return web.json_response({"epoch": "bench", "pools": [], "slots": slots})
+
     app = web.Application()
     app.router.add_post(CHAT, chat)
+    app.router.add_post("/polykv/engine/pools", cells)
     app.router.add_get("/polykv/engine/stats", stats)
     app.router.add_get("/polykv/engine/pools", pools)
     return app
@@ -161,11 +166,25 @@ def lines(n_slots: str) -> Iterator[dict[str, str]]:
         for name, make in (("bare", bare), ("proxy", proxy)):
             process, urls[name] = start(make, engine_url)
             processes.append(process)
+        uvloop.run(require_managed(urls["proxy"]))
         yield urls
     finally:
         for process in reversed(processes):
             process.terminate()
             process.join()
+
+
+async def require_managed(url: str) -> None:
+    """A proxy that does not manage its engine relays unread, which is cheaper than what is to be measured.
+
+    Raises:  RuntimeError
+    """
+    body = {"messages": [{"role": "user", "content": "hello"}]}
+    async with aiohttp.ClientSession(timeout=PATIENT) as client:
+        await (await client.post(url + CHAT, json=body)).read()
+        sessions = (await (await client.get(url + "/polykv/sessions")).json())["sessions"]
+    if not sessions:
+        raise RuntimeError("the proxy does not manage this engine: its hooks lack something that is asked for")
 
 
 async def measure_small(urls: dict[str, str], rounds: int) -> dict[str, list[float]]:
