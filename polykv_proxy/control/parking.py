@@ -67,12 +67,6 @@ class Parking(SlotStates):
         except TimeoutError:
             log.warning("not all sessions are saved within %.0f s: those prefill again", LEAVE_S)
 
-    async def stop(self) -> None:
-        working = list(self._working)
-        for task in working:
-            task.cancel()
-        await asyncio.gather(*working, return_exceptions=True)
-
     # Requests ------------------------------------------------------------------------------------------------------
 
     def leaving(self, displaced: Sequence[Displaced]) -> list[Displaced]:
