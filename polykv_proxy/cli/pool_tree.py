@@ -24,7 +24,6 @@ _SESSIONS_MAX = 12
 _SESSION_LEAST = 10
 _TREE_LABEL = 28
 _LIST_LABEL = 10
-_CELLS_CLOSE = 256
 _COLOURS = {"resident": "green", "materializing": "yellow", "warm": "cyan", "cold": "bright_black"}
 
 
@@ -34,10 +33,12 @@ def pool_label(pool: Mapping[str, Any]) -> str:
 
 def summary(view: Mapping[str, Any]) -> str:
     """One line below the tree: how much of everything is in use."""
+    from polykv_proxy.tree.placement import is_sparse
+
     pools = view["pools"]
     n_sessions = sum(len(pool["sessions"]) for pool in pools)
     high, used = view.get("kv_cells_high"), view.get("kv_cells_used")
-    stray = f", highest {count(high)}" if high and used is not None and high > used + used // 4 + _CELLS_CLOSE else ""
+    stray = f", highest {count(high)}" if high and used is not None and is_sparse(used, high) else ""
     parts = [
         f"{count(len(pools))} pool{'' if len(pools) == 1 else 's'}, depth {view.get('tree_depth', UNKNOWN)}",
         f"{count(n_sessions)} session{'' if n_sessions == 1 else 's'}",
