@@ -25,6 +25,7 @@ from polykv_proxy.errors import ConnectFailed, PromptTooLarge, SavedGone, Upstre
 from polykv_proxy.upstream.errors import FOREIGN, map_client_error, map_hook_answer
 from polykv_proxy.upstream.headers import forwardable
 from polykv_proxy.upstream.response import UpstreamResponse
+from polykv_proxy.upstream.short import MAX_BYTES, Limits, ShortPosts
 from polykv_proxy.upstream.wire import (
     CellMap,
     Cleared,
@@ -60,6 +61,8 @@ RENDERS_AT_ONCE = 2
 RENDER_BYTES_PER_TOKEN, RENDER_BYTES = 256, 64 << 10
 """A body larger than this times the context, plus that, cannot fit, and is not rendered."""
 
+LIMITS = Limits(max_line_size=65536, max_field_size=65536, read_bufsize=1 << 20)
+
 Body = bytes | AsyncIterable[bytes] | None
 Answer = TypeVar("Answer", bound=BaseModel)
 
@@ -74,33 +77,32 @@ class EngineClient:
         self.n_ctx: int | None = None
         """The context of one slot, as soon as the stats said it."""
         self._renders = asyncio.Semaphore(RENDERS_AT_ONCE)
-        self._sessions: dict[bool, aiohttp.ClientSession] = {}
+        self._sessions: dict[bool, tuple[aiohttp.ClientSession, ShortPosts | None]] = {}
 
     async def close(self) -> None:
         sessions, self._sessions = list(self._sessions.values()), {}
-        for session in sessions:
+        for session, _ in sessions:
             await session.close()
 
-    def _opened(self, *, own_connections: bool) -> aiohttp.ClientSession:
-        session = self._sessions.get(own_connections)
-        if session is None:
+    def _opened(self, *, own_connections: bool) -> tuple[aiohttp.ClientSession, ShortPosts | None]:
+        opened = self._sessions.get(own_connections)
+        if opened is None:
             connector = (
                 aiohttp.TCPConnector(limit=0, force_close=True)
                 if own_connections
                 else aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
             )
-            session = self._sessions[own_connections] = aiohttp.ClientSession(
+            session = aiohttp.ClientSession(
                 connector=connector,
                 auto_decompress=False,
                 cookie_jar=aiohttp.DummyCookieJar(),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, connect=None, sock_read=None),
                 skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
                 trust_env=False,
-                max_line_size=65536,
-                max_field_size=65536,
-                read_bufsize=1 << 20,
+                **LIMITS,
             )
-        return session
+            opened = self._sessions[own_connections] = session, ShortPosts.over(session, self.base_url, LIMITS)
+        return opened
 
     # The relay -----------------------------------------------------------------------------------------------------
 
@@ -125,26 +127,21 @@ class EngineClient:
         sent = forwardable(headers)
         if self._api_key is not None:
             sent.append(("Authorization", f"Bearer {self._api_key}"))
-        session = self._opened(own_connections=streams)
         try:
-            return await self._request(session, method, path_qs, sent, body, what=what)
+            return await self._request(method, path_qs, sent, body, streams=streams, what=what)
         except ConnectFailed:
             if body is not None and not isinstance(body, bytes):
                 raise  # a stream that may have been touched
         await asyncio.sleep(0.05)
-        return await self._request(session, method, path_qs, sent, body, what=what)
+        return await self._request(method, path_qs, sent, body, streams=streams, what=what)
 
     async def _request(
-        self,
-        session: aiohttp.ClientSession,
-        method: str,
-        path_qs: str,
-        headers: list[tuple[str, str]],
-        body: Body,
-        *,
-        what: str,
+        self, method: str, path_qs: str, headers: list[tuple[str, str]], body: Body, *, streams: bool, what: str
     ) -> UpstreamResponse:
+        session, posts = self._opened(own_connections=streams)
         try:
+            if posts is not None and method == "POST" and isinstance(body, bytes) and 0 < len(body) <= MAX_BYTES:
+                return UpstreamResponse(await posts.send(path_qs, headers, body), what)
             response = await session.request(
                 method, URL(self.base_url + path_qs, encoded=True), headers=headers, data=body, allow_redirects=False
             )

@@ -7,25 +7,18 @@ import aiohttp
 
 from polykv_proxy.upstream.errors import FOREIGN, map_client_error
 from polykv_proxy.upstream.headers import returnable
+from polykv_proxy.upstream.short import ShortReply
 
 
 class UpstreamResponse:
     """A reply of which only the head was read. Read it to the end, or ``close`` it: the engine then stops working."""
 
-    def __init__(self, response: aiohttp.ClientResponse, what: str):
+    def __init__(self, response: aiohttp.ClientResponse | ShortReply, what: str):
         self._response = response
         self._what = what
         self.status = response.status
         self.reason = response.reason or ""
         self.headers = [(k.decode("latin-1"), v.decode("utf-8", "surrogateescape")) for k, v in response.raw_headers]
-
-    @property
-    def content_type(self) -> str:
-        return self._response.content_type
-
-    @property
-    def content_length(self) -> int | None:
-        return self._response.content_length
 
     def returnable_headers(self) -> list[tuple[str, str]]:
         return returnable(self.headers)
@@ -45,7 +38,7 @@ class UpstreamResponse:
     async def read(self) -> bytes:
         """Give the whole body."""
         try:
-            return await self._response.read()
+            return await self._response.content.read()
         except FOREIGN as e:
             raise map_client_error(e, self._what) from e
 
