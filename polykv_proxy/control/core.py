@@ -400,8 +400,8 @@ class Control:
         if self._knew_engine:
             self.lease.forgotten()
         else:
-            self._knew_engine = True
             self.residency.found_engine()
+            self._knew_engine = True
         self.restorer.engine_started(stats)
         self._resize_slots(stats.n_slots)
 

@@ -12,11 +12,11 @@ import asyncio
 import logging
 from collections.abc import Callable
 
+from polykv_proxy.control.endings import say_how_it_ended
 from polykv_proxy.control.residency import Residency
 from polykv_proxy.control.retention import Retention
 from polykv_proxy.control.room import Room
 from polykv_proxy.control.watch import EngineWatch
-from polykv_proxy.errors import InvariantError, PolyKVError
 from polykv_proxy.ids import SeqId, SlotId
 from polykv_proxy.sessions import SessionBook
 from polykv_proxy.slots import SlotBook
@@ -25,6 +25,8 @@ from polykv_proxy.tree.pool import Pool
 from polykv_proxy.tree.tree import PoolTree
 
 log = logging.getLogger("polykv.pools")
+
+_ended = say_how_it_ended(log, "nothing was done about idle pools", "a bug in what is done about idle pools")
 
 LOOK_AGAIN_S = 10.0
 """Where everything lies is asked for so often while somebody lies high and nobody could be moved."""
@@ -61,7 +63,7 @@ class IdlePools:
         """Called by the heartbeat, which does not wait: an engine in a long batch answers late, and the lease runs."""
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._tend(), name="polykv-idle-pools")
-            self._task.add_done_callback(_say_how_it_ended)
+            self._task.add_done_callback(_ended)
 
     def leaves_at_s(self, pool: Pool) -> float:
         """When a pool leaves the cache if nobody uses it from now on."""
@@ -125,9 +127,21 @@ class IdlePools:
             return
         until_s = self._clock() - self._after_s
         if self._is_at_rest() and pool in self._unused() and pool.last_use_s <= until_s and self._can_leave(pool):
-            log.info("pool %s leaves the cache: unused for %.0f s", pool.label, self._clock() - pool.last_use_s)
+            log.info("pool %s leaves the cache: %s", pool.label, self._how_long_unused(pool))
             self.n_left += 1
             await self._residency.evict(pool)
+
+    def _how_long_unused(self, pool: Pool) -> str:
+        """Whoever used a pool below it used it, too."""
+        now_s = self._clock()
+        below = [other for other in self._tree.subtree(pool.pool_id) if other is not pool]
+        last = max(below, key=lambda other: other.last_use_s, default=pool)
+        if last.last_use_s <= pool.last_use_s:
+            return f"unused for {now_s - pool.last_use_s:.0f} s"
+        return (
+            f"unused by itself for {now_s - pool.last_use_s:.0f} s, and below it, by pool {last.label}, for "
+            f"{now_s - last.last_use_s:.0f} s"
+        )
 
     # On disk -------------------------------------------------------------------------------------------------------
 
@@ -193,12 +207,3 @@ class IdlePools:
         if self._residency.start_of(pool) and (parent is None or parent.seq_id is None):
             return False
         return self._residency.can_return(pool)
-
-
-def _say_how_it_ended(task: "asyncio.Task[None]") -> None:
-    if task.cancelled() or (error := task.exception()) is None:
-        return
-    if isinstance(error, PolyKVError) and not isinstance(error, InvariantError):
-        log.info("nothing was done about idle pools: %s", error.message)
-    else:
-        log.error("a bug in what is done about idle pools", exc_info=error)

@@ -15,6 +15,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
+from polykv_proxy.control.endings import say_how_it_ended
 from polykv_proxy.control.residency import Residency
 from polykv_proxy.control.room import Room
 from polykv_proxy.control.watch import EngineWatch
@@ -26,6 +27,8 @@ from polykv_proxy.tree.tree import PoolTree
 from polykv_proxy.upstream import Stats
 
 log = logging.getLogger("polykv.restore")
+
+_ended = say_how_it_ended(log, "pools stay where they are", "a bug in bringing pools back; they come when asked for")
 
 LOOK_AGAIN_S = 0.05
 """While others wait for the engine: pools of earlier runs are brought back behind them."""
@@ -176,13 +179,14 @@ class Restorer:
         """Called by the heartbeat once the engine is ours and its list was read: once per start of it."""
         if not self._is_bound or self._watch.epoch is None or self._brought_epoch == self._watch.epoch:
             return
-        self._brought_epoch = self._watch.epoch
         if self._bringing is not None:
             self._bringing.cancel()
         wanted = self._wanted()
         if wanted:
             log.info("bringing %d pools back that are pinned or were used a short while ago", len(wanted))
-            self._bringing = asyncio.create_task(self._bring(wanted, self._brought_epoch), name="polykv-bring-back")
+            self._bringing = asyncio.create_task(self._bring(wanted, self._watch.epoch), name="polykv-bring-back")
+            self._bringing.add_done_callback(_ended)
+        self._brought_epoch = self._watch.epoch
 
     def _wanted(self) -> list[Pool]:
         """What is saved before what must be prefilled; of these pinned first, then the last used; parents first.

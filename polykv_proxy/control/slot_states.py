@@ -14,17 +14,20 @@ from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
+from polykv_proxy.control.endings import say_how_it_ended
 from polykv_proxy.control.ledger import Ledger
 from polykv_proxy.control.saved import SavedStates
 from polykv_proxy.control.saved_books import session_tag
 from polykv_proxy.control.watch import EngineWatch
-from polykv_proxy.errors import InvariantError, PolyKVError, UpstreamTimeout, UpstreamUnavailable
+from polykv_proxy.errors import PolyKVError, UpstreamTimeout, UpstreamUnavailable
 from polykv_proxy.ids import SeqId, SessionId, SlotId
 from polykv_proxy.sessions import Session, SessionBook
 from polykv_proxy.slots import Grant, SlotBook
 from polykv_proxy.upstream import EngineClient, LoadedSlot, SavedState, SlotStats, Stats
 
 log = logging.getLogger("polykv.parking")
+
+_ended = say_how_it_ended(log, "sessions stay as they are", "a bug in parking; the request goes on without it")
 
 Done = TypeVar("Done")
 
@@ -254,17 +257,9 @@ class SlotStates:
         """It ends when the engine is done, whoever waits for it."""
         task = asyncio.create_task(work, name="polykv-parking")
         self._working.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._working.discard)
+        task.add_done_callback(_ended)
         return task
-
-    def _ended(self, task: "asyncio.Task[Any]") -> None:
-        self._working.discard(task)
-        if task.cancelled() or (error := task.exception()) is None:
-            return
-        if isinstance(error, PolyKVError) and not isinstance(error, InvariantError):
-            log.info("sessions stay as they are: %s", error.message)
-        else:
-            log.error("a bug in parking; the request goes on without it", exc_info=error)
 
 
 def moment_of(session: Session) -> tuple[SessionId, int]:

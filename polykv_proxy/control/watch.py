@@ -2,7 +2,8 @@
 
 One place reads the stats. Whoever needs fresh ones asks ``refresh``; questions at the same time share one answer. A
 slow heartbeat asks too, so that a restart or a death is noticed when nobody is talking. A new epoch is told to
-everybody who keeps books about sequences and slots, before anything else is done with the answer.
+everybody who keeps books about sequences and slots, before anything else is done with the answer; and again with the
+next answer, as long as somebody fails at it. Until all have taken it in nothing is known of the engine.
 """
 
 import asyncio
@@ -16,6 +17,7 @@ from polykv_proxy.errors import (
     PolyKVError,
     SharingUnsupported,
     UpstreamLoading,
+    UpstreamRestarted,
     UpstreamTimeout,
     UpstreamUnavailable,
 )
@@ -27,10 +29,13 @@ State = Literal["unknown", "ready", "loading", "away"]
 
 HEARTBEAT_S = 1.0
 
+ASLEEP, PLAIN = "(asleep)", "(plain)"
+
 
 class EngineWatch:
     """``on_restart(stats)``: a new epoch was seen. ``on_plain(n_slots)``: an engine without hooks was seen.
     ``on_lost()``: it went to sleep, and its context with it; the next order wakes it up to a new epoch.
+    All three can be told the same again.
 
     ``beat``: called once per heartbeat while the engine is patched and ready. ``report``: level and line for the log,
     asked when an engine was found.
@@ -58,6 +63,9 @@ class EngineWatch:
         self.failure: PolyKVError | None = None
         self._on_restart, self._on_lost, self._on_plain, self._beat = on_restart, on_lost, on_plain, beat
         self._report = report
+        self._taken_in: str | None = None
+        """What everybody who keeps books has been told last: an epoch, or one of the two below. None: nothing yet."""
+        self._bug: str | None = None
         self._told: tuple[State, bool | None, str | None] = ("unknown", None, None)
         self._reported: list[tuple[int, str]] = []
         self._heartbeat_s = heartbeat_s
@@ -151,18 +159,19 @@ class EngineWatch:
             raise
         self.failure, self.state, self.hooks, self.sleeping = None, "ready", True, stats.sleeping
         if stats.sleeping:
-            if self.epoch is not None:
-                log.info("the engine sleeps; its pools are gone")
+            if self._taken_in not in (None, ASLEEP):
+                if self.epoch is not None:
+                    log.info("the engine sleeps; its pools are gone")
                 self.epoch = None
-                self._on_lost()
+                self._take_in(ASLEEP, self._on_lost)
             return stats
         self.stats, self.asked_s = stats, asked_s
         self.engine.n_ctx = stats.n_ctx_slot
-        if stats.epoch != self.epoch:
+        if stats.epoch != self._taken_in:
             if self.epoch is not None:
                 log.warning("the engine was restarted (epoch %s, was %s)", stats.epoch, self.epoch)
             self.epoch = stats.epoch
-            self._on_restart(stats)
+            self._take_in(stats.epoch, lambda: self._on_restart(stats))
         return stats
 
     async def _ask_plain(self) -> None:
@@ -172,11 +181,32 @@ class EngineWatch:
         except PolyKVError as e:
             self._failed(e)
             raise
-        new = self.hooks is not False or self.state != "ready"
+        new = self._taken_in != PLAIN or self.state != "ready"
         self.hooks, self.state, self.stats, self.epoch = False, "ready", None, None
         if new:
             n_slots = props.get("total_slots")
-            self._on_plain(n_slots if isinstance(n_slots, int) else 1)
+            self._take_in(PLAIN, lambda: self._on_plain(n_slots if isinstance(n_slots, int) else 1))
+
+    def _take_in(self, what: str, tell: Callable[[], None]) -> None:
+        """Tell everybody who keeps books. Half done is not done: then nothing is known, and all are told again.
+
+        Raises:  UpstreamRestarted (503)
+        """
+        try:
+            tell()
+        except Exception as e:
+            self.epoch = None
+            error = UpstreamRestarted(
+                f"a bug keeps the proxy from taking in that the engine is another one now ({type(e).__name__}: {e}); "
+                "it tries again"
+            )
+            if self._bug != error.message:
+                self._bug = error.message
+                log.exception("%s", error.message)
+            self._failed(error)
+            self.state = "unknown"
+            raise error from e
+        self._taken_in, self._bug = what, None
 
     def _failed(self, error: PolyKVError) -> None:
         self.failure = error

@@ -1,6 +1,7 @@
 """Pools that nobody uses leave the cache by time; what lies high moves down: one at a time, at rest, never in vain."""
 
 import asyncio
+import logging
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -239,3 +240,19 @@ async def test_who_asks_for_a_pool_that_just_moves_waits_for_its_load(engine):
         hold.release()
         plan = await asking
         assert (plan.miss_reason, engine.saved.n_loaded, n_prefilled(plane)) == (None, 1, 1200)
+
+
+async def test_the_log_tells_since_when_nobody_used_a_pool_that_leaves_nor_one_below(plane, caplog):
+    await plane.create(tokens=[1] * 200, name="root")
+    await plane.fork("root", own_tokens=[2] * 50, name="child")
+    now_s = plane.control.clock()
+    root, child = (plane.control.tree.get(name) for name in ("root", "child"))
+    root.last_access_s, child.last_access_s = now_s - 500, now_s - 100
+    root.used_s = child.used_s = 0.0
+    with caplog.at_level(logging.INFO, "polykv.pools"):
+        await eventually(lambda: residencies(plane) == {"root": "warm", "child": "warm"})
+    said = [r.getMessage() for r in caplog.records if "leaves the cache" in r.getMessage()]
+    assert said == [
+        "pool child leaves the cache: unused for 100 s",
+        "pool root leaves the cache: unused by itself for 500 s, and below it, by pool child, for 100 s",
+    ]
