@@ -128,13 +128,17 @@ def _engine_key(settings: "Settings") -> dict[str, str]:
 
 
 def _states_folder(settings: "Settings") -> Path | None:
-    """None when nothing is to be saved on disk, or when it cannot be, which is said: all else works without."""
+    """None when nothing is to be saved on disk, or when it cannot be, which is said: all else works without.
+
+    A folder of an earlier run that had a budget is given to the engine without one: it removes its files there.
+    """
     from polykv_proxy.config import MEMORY_STATE
-    from polykv_proxy.engine.local import make_states_folder
+    from polykv_proxy.engine.local import make_states_folder, states_folder
     from polykv_proxy.engine.problem import EngineProblem
 
     if settings.warm_disk_bytes == 0:
-        return None
+        left = states_folder(Path(settings.state_path))
+        return left if settings.state_path != MEMORY_STATE and left.is_dir() else None
     if settings.state_path == MEMORY_STATE:
         _say(f"no state is saved on disk: it would lie beside the journal, and --state is {MEMORY_STATE}")
         return None

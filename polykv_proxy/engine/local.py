@@ -67,12 +67,17 @@ def engine_environment(options: EngineOptions) -> dict[str, str]:
     return environment
 
 
+def states_folder(journal: Path) -> Path:
+    """Where the engine's files of saved states are, beside the journal; it need not be there."""
+    return journal.with_name(f"{journal.name}.states").absolute()
+
+
 def make_states_folder(journal: Path) -> Path:
-    """A folder beside the journal for the engine's files of saved states; they hold prompts, so only we may enter.
+    """The folder of saved states, made if need be; they hold prompts, so only we may enter.
 
     Raises:  EngineProblem
     """
-    folder = journal.with_name(f"{journal.name}.states").absolute()
+    folder = states_folder(journal)
     try:
         if journal.exists() and not journal.is_file():
             raise EngineProblem(f"{journal} is no file, so there is no folder beside it for saved states")

@@ -183,6 +183,20 @@ def test_budgets_of_saved_states_and_their_folder_reach_the_engine(
         assert folder.stat().st_mode & 0o777 == 0o700
 
 
+def test_saved_states_go_when_the_budget_of_the_disk_is_taken_away(tmp_path: Path) -> None:
+    """Nobody else would ever remove them; and no folder is made for nothing."""
+    folder = tmp_path / "pools.db.states"
+    with up(tmp_path):
+        assert not folder.exists()
+    folder.mkdir()
+    (folder / "0123456789abcdef-1.state").write_bytes(b"prompts")
+    (folder / "notes.txt").write_text("not the engine's")
+    with up(tmp_path) as (_, facts):
+        disk = get(f"{facts['engine']}/polykv/engine/stats")["saved"]["disk"]
+        assert disk == {"bytes": 0, "max": 0, "why_off": "the server was started without --polykv-save-disk"}
+        assert {path.name for path in folder.iterdir()} == {"notes.txt", "polykv.lock"}
+
+
 def test_without_a_journal_nothing_is_saved_on_disk_and_flags_win(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,6 +7,7 @@ import asyncio
 import json
 from array import array
 
+import aiohttp
 import pytest
 
 from polykv_proxy import errors
@@ -203,6 +204,39 @@ async def test_killed_while_it_writes_leaves_no_file(client, engine):
         await asyncio.wait_for(client.save(seq=root, tag="r", to="both"), 5)
     await engine.start()
     assert (await client.list_pools()).saved == ()
+
+
+async def test_what_is_in_memory_is_written_later(client, engine):
+    root, child = await root_and_child(client)
+    await client.save(seq=root, tag="r")
+    await client.free(root)
+    assert (await ordered(engine, op="save", tag="r", to="disk"))["in"] == ["ram", "disk"]
+    for change, is_lost in (("?in=ram", False), ("?in=disk", True)):
+        await client.save(seq=child, tag="c")
+        hold = Hold()
+        engine.on("save", "write", hold)
+        writing = asyncio.create_task(ordered(engine, op="save", tag="c", to="disk"))
+        await hold.reached()
+        async with aiohttp.ClientSession() as session:
+            await session.delete(f"{engine.url}/polykv/engine/saved/c{change}")
+        hold.release()
+        answer = await writing
+        assert ("error" in answer, [f.tag for f in engine.saved.files]) == (is_lost, ["r"] if is_lost else ["r", "c"])
+    assert "saved again while it was written" in answer["error"]["message"]
+
+
+async def test_a_start_without_a_budget_removes_the_files(client, engine):
+    root, _ = await root_and_child(client)
+    await client.save(seq=root, tag="r", to="both")
+    engine.saved.disk_max = 0
+    await engine.restart()
+    assert (engine.saved.files, (await client.list_pools()).saved) == ([], ())
+
+
+async def ordered(engine: FakeEngine, **order: object) -> dict:
+    async with aiohttp.ClientSession() as session:
+        response = await session.post(f"{engine.url}/polykv/engine/pools", json=order)
+        return await response.json()
 
 
 async def test_an_engine_without_budgets_saves_nothing():

@@ -1,6 +1,6 @@
 """The files in which the engine keeps saved states, read and written from outside: to compare them, and to damage them.
 
-Magic, length of the header, header (JSON), parts, XXH64 of all that.
+Magic, length of the header, header (JSON), XXH64 of that; parts, XXH64 of everything. The first part is the tokens.
 """
 
 import json
@@ -11,8 +11,10 @@ from typing import Any, Self
 
 import xxhash
 
-MAGIC = b"POLYKV01"
-EMPTY_HEADER = {"tag": "t", "fingerprint": "f", "from": 0, "n_tokens": 1, "tokens_hash": "h", "ckpts": []} | {
+MAGIC = b"POLYKV02"
+ONE_TOKEN = bytes(4)
+EMPTY_HEADER = {"tag": "t", "fingerprint": "f", "from": 0, "n_tokens": 1, "ckpts": []} | {
+    "tokens_hash": xxhash.xxh64_hexdigest(ONE_TOKEN),
     "n_tgt": 0,
     "n_dft": 0,
     "n_spec": 0,
@@ -21,7 +23,7 @@ EMPTY_HEADER = {"tag": "t", "fingerprint": "f", "from": 0, "n_tokens": 1, "token
 
 @dataclass
 class StateFile:
-    """``parts``: everything between the header and the checksum."""
+    """``parts``: everything between the checksums of the header and of the file."""
 
     header: dict[str, Any]
     parts: bytes
@@ -34,17 +36,24 @@ class StateFile:
     def parse(cls, raw: bytes) -> Self:
         n_header = int.from_bytes(raw[8:16], "little")
         assert raw[:8] == MAGIC
-        assert int.from_bytes(raw[-8:], "little") == xxhash.xxh64_intdigest(raw[:-8])
-        return cls(json.loads(raw[16 : 16 + n_header]), raw[16 + n_header : -8])
+        end = 16 + n_header
+        for at in (end, len(raw) - 8):
+            assert raw[at : at + 8] == checksum(raw[:at])
+        return cls(json.loads(raw[16:end]), raw[end + 8 : -8])
 
     def raw(self) -> bytes:
-        """As the engine would write it, with a right checksum."""
+        """As the engine would write it, with right checksums."""
         return raw_file(json.dumps(self.header).encode(), self.parts)
 
 
 def raw_file(header: bytes, parts: bytes) -> bytes:
-    content = MAGIC + len(header).to_bytes(8, "little") + header + parts
-    return content + xxhash.xxh64_intdigest(content).to_bytes(8, "little")
+    content = MAGIC + len(header).to_bytes(8, "little") + header
+    content += checksum(content) + parts
+    return content + checksum(content)
+
+
+def checksum(content: bytes) -> bytes:
+    return xxhash.xxh64_intdigest(content).to_bytes(8, "little")
 
 
 def disk(folder: Path, mib: int = 100) -> tuple[str, ...]:

@@ -40,8 +40,8 @@ def free(seq: int) -> Order:
     return "DELETE", f"{POOLS}/{seq}", None
 
 
-def forget(tag: str) -> Order:
-    return "DELETE", f"/polykv/engine/saved/{tag}", None
+def forget(tag: str, query: str = "") -> Order:
+    return "DELETE", f"/polykv/engine/saved/{tag}{query}", None
 
 
 def make(tokens: list[int], **more: Any) -> Order:
@@ -101,6 +101,43 @@ STORIES: dict[str, list[Order]] = {
         load("part"),
         LIST,
     ],
+    "written later": [
+        save("chat", id_slot=SLOT, **{"from": 90}),
+        save("child", seq=CHILD, **{"from": 40}),
+        run(OTHER, SLOT),
+        save("chat", to="disk"),
+        save("child", to="disk", seq=-1, id_slot=None, **{"from": 0}, n_tokens=-1),
+        save("root", seq=ROOT, to="disk"),
+        LIST,
+        save("root", to="disk"),
+        save("nobody", to="disk"),
+        save("chat", to="both"),
+        save("chat", to="disk", **{"from": 90}),
+        save("chat", to="disk", n_tokens=115),
+        forget("chat"),
+        save("chat", to="disk"),
+        LIST,
+    ],
+    "forgotten in one place": [
+        save("a", seq=ROOT, to="both"),
+        save("b", seq=CHILD, to="both"),
+        save("c", seq=ROOT),
+        save("d", seq=ROOT, to="disk"),
+        forget("a", "?in=ram"),
+        forget("b", "?in=disk"),
+        forget("c", "?in=disk"),
+        forget("d", "?in=ram"),
+        forget("a", "?in=ram"),
+        forget("a", "?in=tape"),
+        forget("a", "?in="),
+        LIST,
+        load("a"),
+        load("b"),
+        forget("a", "?in=disk"),
+        forget("b", "?in=ram"),
+        forget("b"),
+        LIST,
+    ],
     "a slot is emptied": [
         do(op="clear", id_slot=SLOT),
         do(op="clear", id_slot=SLOT),
@@ -150,9 +187,11 @@ for named in BUDGETS_MIB:
         save("a", seq=ROOT),
         save("b", seq=ROOT, to="disk"),
         save("c", seq=ROOT, to="both"),
+        save("a", to="disk"),
         load("a"),
         load("b"),
         LIST,
+        forget("a", "?in=disk"),
         forget("a"),
         forget("b"),
     ]

@@ -16,7 +16,7 @@ from .conftest import POOLS, SMALL, Launcher
 from .harness import EngineServer
 from .hooks import Engine, Json, Running
 from .noise import Noise
-from .state_files import EMPTY_HEADER, StateFile, contents, disk, name_of, state_files
+from .state_files import EMPTY_HEADER, ONE_TOKEN, StateFile, contents, disk, name_of, state_files
 from .test_saved_errors import refused
 
 pytestmark = pytest.mark.engine
@@ -95,7 +95,8 @@ def test_room_is_made_of_what_cannot_be_used(launch: Launcher, folder: Path, noi
     folder.mkdir()
     for number in range(3):
         path = folder / name_of(number)
-        path.write_bytes(StateFile(EMPTY_HEADER | {"tag": f"foreign-{number}", "n_tgt": 300_000}, bytes(300_004)).raw())
+        header = EMPTY_HEADER | {"tag": f"foreign-{number}", "n_tgt": 300_000}
+        path.write_bytes(StateFile(header, ONE_TOKEN + bytes(300_000)).raw())
         os.utime(path, (1e9 + number, 1e9 + number))
     engine = launch.pooled("dense", *disk(folder, mib=1), *QUIET)
     seq = engine.materialize(noise(1, 300))["seq"]
@@ -119,7 +120,7 @@ def test_room_is_made_of_what_cannot_be_used(launch: Launcher, folder: Path, noi
 
 
 def test_smaller_budget_at_the_next_start(launch: Launcher, folder: Path, noise: Noise) -> None:
-    """The oldest go. A server without a budget does not look at them."""
+    """The oldest go."""
     first = launch.pooled("dense", *disk(folder), *QUIET)
     for seed, tag in enumerate(("old", "older", "new")):
         seq = first.materialize(noise(seed, 450))["seq"]
@@ -128,11 +129,50 @@ def test_smaller_budget_at_the_next_start(launch: Launcher, folder: Path, noise:
     files = state_files(folder)
     for age, tag in enumerate(("new", "old", "older")):
         os.utime(files[tag], (1e9 - age, 1e9 - age))
-    launch.pooled("dense", "--polykv-save-path", str(folder)).server.stop()
-    assert state_files(folder) == files
     second = launch.pooled("dense", *disk(folder, mib=1))
     assert [state["tag"] for state in second.saved()] == ["old", "new"]
     assert state_files(folder).keys() == {"old", "new"}
+
+
+def test_budget_that_is_taken_away(engine: Engine, launch: Launcher, folder: Path, noise: Noise) -> None:
+    """The next start without one removes the files, of other models too: prompts that nobody would look for again. What
+    is not the engine's stays, and so does all of it while another server has the folder."""
+    seq = engine.materialize(noise(1, ROOT_LEN))["seq"]
+    engine.save("one", seq=seq, to="disk")
+    engine.save("two", seq=seq, to="disk")
+    (folder / name_of(1)).write_bytes(StateFile(EMPTY_HEADER, ONE_TOKEN).raw())
+    (folder / (name_of(2) + ".tmp")).write_bytes(bytes(3 * 2**20))
+    theirs = ["notes.txt", "other.state", "0123.state", "other.state.tmp", name_of(3), name_of(4)]
+    for name in theirs[:-2]:
+        (folder / name).write_text("not ours")
+    (folder / name_of(3)).mkdir()
+    (folder / name_of(4)).symlink_to(folder / "notes.txt")
+    before = {path.name for path in folder.iterdir()}
+
+    def start() -> Engine:
+        other = launch.pooled("dense", "--polykv-save-path", str(folder))
+        without = {"bytes": 0, "max": 0, "why_off": "the server was started without --polykv-save-disk"}
+        assert other.stats()["saved"]["disk"] == without
+        return other
+
+    busy = start()
+    assert {path.name for path in folder.iterdir()} == before
+    assert f"are left there: another server uses {folder}/polykv.lock" in busy.server.log()
+    engine.server.kill()
+    mib = sum((folder / name).lstat().st_size for name in before - {*theirs, "polykv.lock"}) / 2**20
+    alone = start()
+    assert {path.name for path in folder.iterdir()} == {*theirs, "polykv.lock"}
+    assert f"saved states in {folder}: removed 4 files, {mib:.1f} MiB" in alone.server.log()
+    later = launch.pooled("dense", *disk(folder))
+    later.save("t", seq=later.materialize(noise(1, 50))["seq"], to="disk")
+    assert on_disk(later).keys() == {"t"}, "who has no budget does not keep others from it"
+
+
+def test_folder_without_states_is_left_as_it_is(launch: Launcher, folder: Path) -> None:
+    folder.mkdir()
+    (folder / "notes.txt").write_text("not ours")
+    launch.pooled("dense", "--polykv-save-path", str(folder))
+    assert [path.name for path in folder.iterdir()] == ["notes.txt"]
 
 
 # The disk ----------------------------------------------------------------------------------------------------------

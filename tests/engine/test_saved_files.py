@@ -4,6 +4,7 @@ A file that is torn, damaged or missing is a miss and no more.
 """
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,18 @@ import xxhash
 from .conftest import Launcher
 from .hooks import Engine, Json
 from .noise import Noise
-from .state_files import EMPTY_HEADER, StateFile, disk, is_private, name_of, raw_file, state_files
+from .state_files import (
+    EMPTY_HEADER,
+    MAGIC,
+    ONE_TOKEN,
+    StateFile,
+    checksum,
+    disk,
+    is_private,
+    name_of,
+    raw_file,
+    state_files,
+)
 from .test_saved_errors import refused, state_of
 
 pytestmark = pytest.mark.engine
@@ -72,7 +84,7 @@ def test_restart(engine: Engine, launch: Launcher, folder: Path, noise: Noise) -
     older = folder / name_of(1)
     older.write_bytes(path.read_bytes())
     os.utime(older, (1e9, 1e9))
-    (folder / (name_of(2) + ".tmp")).write_bytes(b"POLYKV01")
+    (folder / (name_of(2) + ".tmp")).write_bytes(MAGIC)
     theirs = ["notes.txt", "other.state", "0123.state", "other.tmp", "other.state.tmp"]
     for name in theirs:
         (folder / name).write_text("not ours")
@@ -133,15 +145,28 @@ def flipped(raw: bytes, at: int) -> bytes:
 
 
 def with_header(raw: bytes, **changed: Any) -> bytes:
-    """A right checksum over something else."""
+    """Right checksums over something else."""
     state = StateFile.parse(raw)
     return StateFile(state.header | changed, state.parts).raw()
 
 
+def n_header(raw: bytes) -> int:
+    return int.from_bytes(raw[8:16], "little")
+
+
+def older(raw: bytes) -> bytes:
+    """As the version before would have written it: without the checksum of the header."""
+    end = 16 + n_header(raw)
+    content = b"POLYKV01" + raw[8:end] + raw[end + 8 : -8]
+    return content + checksum(content)
+
+
 DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     "bit-in-cells": lambda raw: flipped(raw, len(raw) - 100),
-    "bit-in-tokens": lambda raw: flipped(raw, 16 + int.from_bytes(raw[8:16], "little") + 4),
+    "bit-in-tokens": lambda raw: flipped(raw, 16 + n_header(raw) + 8 + 4),
     "bit-in-header": lambda raw: flipped(raw, 30),
+    "bit-in-header-checksum": lambda raw: flipped(raw, 16 + n_header(raw)),
+    "older-version": older,
     "bit-in-checksum": lambda raw: flipped(raw, len(raw) - 1),
     "bit-in-magic": lambda raw: flipped(raw, 0),
     "torn": lambda raw: raw[: len(raw) // 2],
@@ -175,6 +200,29 @@ def test_damaged_files_are_a_miss(engine: Engine, folder: Path, noise: Noise) ->
             assert after[key] == before[key], name
         assert after["listing"]["pools"] == before["listing"]["pools"]
         assert after["saved"]["disk"]["bytes"] == 0, name
+
+
+def test_damaged_headers_at_a_start(engine: Engine, launch: Launcher, folder: Path, noise: Noise) -> None:
+    """A bit anywhere in what is listed of a file, a size that is another, an older version: never listed, removed, and
+    that is said. What is whole stays."""
+    seq = engine.materialize(noise(1, 10))["seq"]
+    engine.save("root", seq=seq, to="disk")
+    listed = on_disk(engine)
+    engine.server.stop()
+    path = state_files(folder)["root"]
+    raw = path.read_bytes()
+    n_listed = 16 + n_header(raw) + 8 + 4 * 10
+    damaged = [flipped(raw, at) for at in range(n_listed)]
+    damaged += [older(raw), raw[:-1], raw + b"\0", raw[:n_listed], with_header(raw, tokens_hash="0" * 16)]
+    for number, content in enumerate(damaged):
+        (folder / name_of(number)).write_bytes(content)
+    second = launch.pooled("dense", *disk(folder))
+    assert {state["tag"]: state for state in second.saved()} == listed
+    assert list(folder.glob("*.state")) == [path]
+    log = second.server.log()
+    unsaid = [n for n in range(len(damaged)) if not re.search(f"{name_of(n)} .*, removing it", log)]
+    assert unsaid == []
+    assert second.load("root")["n_tokens"] == 10
 
 
 def test_missing_file(engine: Engine, folder: Path, noise: Noise) -> None:
@@ -234,10 +282,10 @@ HOSTILE: dict[str, bytes] = {
     "not-utf8": raw_file(b'{"tag":"\xff\xfe"}', b""),
     "no-end": raw_file(b'{"tag":"t"', b""),
     "empty": raw_file(b"", b""),
-    "long-header": b"POLYKV01" + (2**63).to_bytes(8, "little") + bytes(100),
-    "header-behind-end": b"POLYKV01" + (2**19).to_bytes(8, "little") + bytes(100),
+    "long-header": MAGIC + (2**63).to_bytes(8, "little") + bytes(100),
+    "header-behind-end": MAGIC + (2**19).to_bytes(8, "little") + bytes(100),
 } | {
-    f"{key}={value!r}"[:40]: StateFile(EMPTY_HEADER | {key: value}, bytes(4)).raw()
+    f"{key}={value!r}"[:40]: StateFile(EMPTY_HEADER | {key: value}, ONE_TOKEN).raw()
     for key, value in (
         ("n_tokens", 0),
         ("n_tokens", -1),
@@ -266,7 +314,7 @@ def test_hostile_headers_at_a_start(launch: Launcher, folder: Path) -> None:
     folder.mkdir()
     for number, content in enumerate(HOSTILE.values()):
         (folder / name_of(number)).write_bytes(content)
-    good = StateFile(EMPTY_HEADER | {"tag": "good"}, bytes(4))
+    good = StateFile(EMPTY_HEADER | {"tag": "good"}, ONE_TOKEN)
     (folder / name_of(99)).write_bytes(good.raw())
     engine = launch.pooled("dense", *disk(folder))
     assert {state["tag"]: state["usable"] for state in engine.saved()} == {"good": False}

@@ -5,6 +5,7 @@ the own range ``[from, n_tokens)`` has bytes. As in the engine, nothing clears i
 lowest free cells, and one that fails leaves its destination as it was.
 """
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -77,11 +78,12 @@ class SavedStates:
         self.ram: dict[str, State] = {}
         self.files: list[State] = []
         self.n_loaded = 0
+        self._changes: Counter[str] = Counter()
 
     def restarted(self) -> None:
-        """Memory is gone; what is more than the disk's budget, which may be another now, goes oldest first."""
+        """Memory is gone; what is more than the disk's budget, which may be another now, or none, goes oldest first."""
         self.ram.clear()
-        while self.disk_max and self.files and self._n_disk() > self.disk_max:
+        while self._n_disk() > self.disk_max:
             del self.files[0]
 
     # what a test does to files ---------------------------------------------------------------------------------------
@@ -156,12 +158,26 @@ class SavedStates:
             raise HookError(410, f"the file of '{tag}' has a wrong checksum")
         return usable[0]
 
-    def forget(self, tag: str) -> None:
-        there = self.ram.pop(tag, None) is not None or (self.disk_max > 0 and any(f.tag == tag for f in self.files))
-        if self.disk_max:
+    def forget(self, tag: str, place: str | None = None) -> None:
+        """In memory (``ram``), on ``disk``, or in both."""
+        if place not in ("ram", "disk", None):
+            raise HookError(400, '"in" must be "ram" or "disk", both without it')
+        there = False
+        if place != "disk":
+            there = self.ram.pop(tag, None) is not None
+        if place != "ram":
+            self._changes[tag] += 1
+        if place != "ram" and self.disk_max:
+            n_before = len(self.files)
             self.files = [f for f in self.files if f.tag != tag]
+            there = there or len(self.files) < n_before
         if not there:
-            raise HookError(410, f"nothing is saved under '{tag}'")
+            where = {"ram": " in memory", "disk": " on disk", None: ""}[place]
+            raise HookError(410, f"nothing is saved under '{tag}'{where}")
+
+    def n_changes(self, tag: str) -> int:
+        """Counts what takes the place of a file that is being written: such a write ends with 410."""
+        return self._changes[tag]
 
     # save and load ---------------------------------------------------------------------------------------------------
 
@@ -173,14 +189,19 @@ class SavedStates:
                 "--polykv-save-path and --polykv-save-disk",
             )
 
-    def save(self, source: PoolSeq | Slot, asked: dict[str, Any]) -> tuple[State, dict[str, Any]]:
-        """Copy a range out of the cache; into memory if that is asked for. The caller writes the file."""
+    def save(self, source: PoolSeq | Slot | None, asked: dict[str, Any]) -> tuple[State, dict[str, Any]]:
+        """Copy a range out of the cache; into memory if that is asked for. Without a source take what is there already.
+
+        The caller writes the file.
+        """
         self._check()
         to = asked["to"]
         if to != "disk" and not self.ram_max:
             raise HookError(501, "saved states have no memory: start the server with --polykv-save-ram")
         if to != "ram" and not self.disk_max:
             raise HookError(501, f"saved states have no disk: {self.usage()['disk']['why_off']}")
+        if source is None:
+            return self._in_memory(asked["tag"])
         if isinstance(source, PoolSeq) and source.state != "ready":
             raise HookError(410, f"there is no pool in sequence {source.seq}")
         if isinstance(source, Slot) and source.state == "started":
@@ -194,8 +215,15 @@ class SavedStates:
         if to != "disk":
             self.check_ram(state)
             self.files = [f for f in self.files if f.tag != state.tag or not self._usable(f) or f.is_same(state)]
+            self._changes[state.tag] += to == "ram"
             self.ram[state.tag] = state
         return state, state.as_json() | {"in": [] if to == "disk" else ["ram"], "t_copy_ms": 0.1, "t_ms": 0.2}
+
+    def _in_memory(self, tag: str) -> tuple[State, dict[str, Any]]:
+        if tag not in self.ram:
+            raise HookError(410, f"nothing is saved under '{tag}' in memory")
+        state = self.ram[tag]
+        return state, state.as_json() | {"in": [], "t_copy_ms": 0.0, "t_ms": 0.1}
 
     def check_load(self, state: State, asked: dict[str, Any]) -> None:
         self._check()

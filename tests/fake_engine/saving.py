@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from tests.fake_engine.cache import Slot, tokens_hash
+from tests.fake_engine.cache import PoolSeq, Slot, tokens_hash
 from tests.fake_engine.saved import HookError, State
 
 if TYPE_CHECKING:
@@ -24,7 +24,8 @@ class Saving:
         slot = self.engine.slots[asked["id_slot"]] if asked["id_slot"] >= 0 else None
         if op == "save":
             self.hooks.awake()
-            return await self._save(request, slot, asked)
+            source = self.hooks.pool(asked["seq"]) if asked["seq"] >= 0 else slot
+            return await self._save(request, source, asked)
         saved = self.engine.saved
         state = saved.ram.get(asked["tag"]) or saved.read(asked["tag"])
         self.hooks.awake()
@@ -43,29 +44,38 @@ class Saving:
         if not asked.get("tag") or "/" in asked["tag"]:
             raise HookError(400, '"tag" must name what is saved, without a slash')
         n_ends = (asked["seq"] >= 0) + (asked["id_slot"] >= 0)
-        if op == "save" and n_ends != 1:
+        writes_memory = n_ends == 0 and asked["to"] == "disk"
+        if op == "save" and n_ends != 1 and not writes_memory:
             raise HookError(400, 'exactly one of "seq" and "id_slot" must be given')
         if op == "load" and n_ends == 2:
             raise HookError(400, 'only one of "seq" and "id_slot" may be given')
         if asked["n_tokens"] == 0:
             raise HookError(400, '"n_tokens" must be positive, or -1 for all')
+        if op == "save" and writes_memory and (asked["from"] != 0 or asked["n_tokens"] != -1):
+            said = 'what is in memory is written whole: "from" and "n_tokens" need a "seq" or "id_slot"'
+            raise HookError(400, said)
         if asked["to"] not in ("ram", "disk", "both"):
             raise HookError(400, '"to" must be "ram", "disk" or "both"')
         return asked
 
-    async def _save(self, request: web.Request, slot: Slot | None, asked: dict[str, Any]) -> dict[str, Any]:
+    async def _save(self, request: web.Request, source: PoolSeq | Slot | None, asked: dict[str, Any]) -> dict[str, Any]:
         saved = self.engine.saved
-        state, answer = saved.save(self.hooks.pool(asked["seq"]) if slot is None else slot, asked)
+        state, answer = saved.save(source, asked)
         answer["cells"] = self.hooks.cells()
         if asked["to"] == "ram":
             return answer
+        n_changes = saved.n_changes(state.tag)
         await self.engine.faults.at("save", "write", request)
         try:
+            if saved.n_changes(state.tag) != n_changes:
+                raise HookError(410, f"'{state.tag}' was forgotten or saved again while it was written")
             saved.write(state)
         except HookError as e:
             if not answer["in"]:
                 raise
             return answer | {"disk_error": e.as_json()}
+        if source is None:
+            return answer | {"in": ["ram", "disk"], "t_write_ms": 0.1}
         return answer | {"in": [*answer["in"], "disk"], "t_write_ms": 0.1}
 
     def _load_pool(self, state: State, asked: dict[str, Any]) -> dict[str, Any]:
@@ -102,5 +112,5 @@ class Saving:
         """Not over the queue: nothing wakes up for it."""
         self.hooks.check_owner(request)
         tag = request.match_info["tag"]
-        self.engine.saved.forget(tag)
+        self.engine.saved.forget(tag, request.query.get("in"))
         return {"tag": tag, "saved": self.engine.saved.usage()}
