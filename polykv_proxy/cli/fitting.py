@@ -13,6 +13,17 @@ _GAP = 2
 _DIM = "bright_black"
 
 
+def wrapped(parts: Iterable[Text], width: int, between: str = " ") -> list[Text]:
+    """Lines of parts, each as full as ``width`` lets it be. A part is never broken, so a number keeps its unit."""
+    lines: list[Text] = []
+    for part in parts:
+        if lines and lines[-1].cell_len + cell_len(between) + part.cell_len <= width:
+            lines[-1] = Text(between).join([lines[-1], part])
+        else:
+            lines.append(part)
+    return lines
+
+
 @dataclass(frozen=True, slots=True)
 class Label:
     """A name behind its guide: whole as ``text``, or ``short`` with its end cut, but never into ``least``."""
@@ -39,11 +50,11 @@ class Label:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """``numbers``: one for each column but the label and the last."""
+    """``numbers``: one for each column but the label and the last. ``last``: parts that are not broken inside."""
 
     label: Label
     numbers: Sequence[str]
-    last: Text
+    last: Sequence[Text]
 
 
 class FittedTable:
@@ -73,7 +84,7 @@ class FittedTable:
 
         yield line(Text(self._label_heading), self._number_headings, Text(self._last_heading), _DIM)
         for row in self.rows:
-            first, *more = row.last.wrap(console, last_width) or [Text()]
+            first, *more = wrapped(row.last, last_width) or [Text()]
             yield line(row.label.at(label_width), row.numbers, first)
             for rest in more:
                 yield line(Text(), [""] * len(widths), rest)
@@ -81,13 +92,25 @@ class FittedTable:
     def _fit(self, room: int, n_gaps: int) -> tuple[int, int, int]:
         """Share ``room``, what the numbers leave: width of a gap, of the label, of the last column."""
         label = max([cell_len(self._label_heading), *(row.label.width for row in self.rows)])
-        last = max([cell_len(self._last_heading), *(row.last.cell_len for row in self.rows)])
+        last = max([cell_len(self._last_heading), *(Text(" ").join(row.last).cell_len for row in self.rows)])
         if label + last + _GAP * n_gaps <= room:
             return _GAP, label, last
         room -= n_gaps
         least_label = max([cell_len(self._label_heading), *(row.label.least_width for row in self.rows)])
-        words = [word for row in self.rows for word in row.last.plain.split()]
-        least_last = max(map(cell_len, [self._last_heading, *words]))
+        parts = [part.plain for row in self.rows for part in row.last]
+        least_last = max(map(cell_len, [self._last_heading, *parts]))
         label_width = max(room - last, min(label, self._label_keeps), least_label)
         last_width = max(min(last, room - label_width), least_last)
         return 1, max(min(label, room - last_width), least_label), last_width
+
+
+class Footer:
+    """Facts in a row, on as many lines as they need; none is broken."""
+
+    def __init__(self, facts: Iterable[str], between: str = " · "):
+        self.facts, self._between = list(facts), between
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        for line in wrapped(map(Text, self.facts), options.max_width, self._between):
+            line.no_wrap, line.overflow = True, "ignore"
+            yield line

@@ -17,13 +17,14 @@ from polykv_proxy.cli.output import UNKNOWN, count, human_bytes, plain
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from polykv_proxy.cli.fitting import FittedTable, Label, Row
+    from polykv_proxy.cli.fitting import FittedTable, Footer, Label, Row
 
 _LEVELS_MAX = 8
 _SESSIONS_MAX = 12
 _SESSION_LEAST = 10
 _TREE_LABEL = 28
 _LIST_LABEL = 10
+_PINNED = {False: ("pinned",), True: ("pinned,", "unused")}
 _COLOURS = {"resident": "green", "materializing": "yellow", "warm": "cyan", "cold": "bright_black"}
 
 
@@ -31,8 +32,9 @@ def pool_label(pool: Mapping[str, Any]) -> str:
     return f"#{pool['pool_id']}" if pool.get("name") is None else str(pool["name"])
 
 
-def summary(view: Mapping[str, Any]) -> str:
-    """One line below the tree: how much of everything is in use."""
+def summary(view: Mapping[str, Any]) -> "Footer":
+    """Below the tree: how much of everything is in use."""
+    from polykv_proxy.cli.fitting import Footer
     from polykv_proxy.tree.placement import is_sparse
 
     pools = view["pools"]
@@ -46,17 +48,18 @@ def summary(view: Mapping[str, Any]) -> str:
         f"cells {count(used)}/{count(view.get('kv_cells_total'))}{stray}",
     ]
     warm = view.get("warm") or {}
-    parts += [
-        f"{name} {human_bytes(place['bytes'])}"
-        for name, key in (("warm", "ram"), ("on disk", "disk"))
+    saved = [
+        f"{human_bytes(place['bytes'])} {where}"
+        for key, where in (("ram", "in memory"), ("disk", "on disk"))
         if (place := warm.get(key)) and place["bytes"]
     ]
+    parts += [f"warm {', '.join(saved)}"] if saved else []
     n_hits = sum(place.get("hits", 0) for key in ("ram", "disk") if (place := warm.get(key)))
     if n_hits or warm.get("misses"):
         parts.append(f"brought back {count(n_hits)}, missed {count(warm.get('misses', 0))}")
     if view.get("idle_tax"):
         parts.append(f"idle cells cost {view['idle_tax']:.0%}")
-    return " · ".join(parts)
+    return Footer(parts)
 
 
 def draw_tree(view: Mapping[str, Any]) -> "FittedTable":
@@ -114,20 +117,22 @@ def _pool_label(pool: Mapping[str, Any], guide: str) -> "Label":
     return Label(guide, text, short=text if text == number else f"{number} {text}", least=number, style="bold")
 
 
-def _where(pool: Mapping[str, Any]) -> "Text":
+def _where(pool: Mapping[str, Any]) -> "list[Text]":
     from rich.text import Text
 
-    text = Text(str(pool["residency"] or "unknown"), style=_COLOURS.get(pool["residency"], ""))
-    if pool["residency"] == "warm":
-        text.append(f" {human_bytes(pool['warm_bytes'])}", style="cyan")
+    residency = pool["residency"]
+    parts = [Text(str(residency or "unknown"), style=_COLOURS.get(residency, ""))]
+    if residency == "warm":
+        parts.append(Text(human_bytes(pool["warm_bytes"]), style="cyan"))
     if pool.get("pinned"):
-        text.append(" pinned, unused" if pool.get("orphaned_pin") else " pinned", style="magenta")
+        parts += [Text(word, style="magenta") for word in _PINNED[bool(pool.get("orphaned_pin"))]]
     if pool.get("auto"):
-        text.append(" auto", style="bright_black")
+        parts.append(Text("auto", style="bright_black"))
     if pool.get("expires_ts") is not None:
         left_s = pool["expires_ts"] - time.time()
-        text.append(" grace over" if left_s <= 0 else f" grace {_duration(left_s)}", style="bright_black")
-    return text
+        parts += [Text("grace", style="bright_black")]
+        parts += [Text("over" if left_s <= 0 else _duration(left_s), style="bright_black")]
+    return parts
 
 
 def _duration(seconds: float) -> str:
@@ -144,15 +149,20 @@ def _session_rows(sessions: Sequence[Mapping[str, Any]], guide: str) -> "Iterato
     from polykv_proxy.cli.fitting import Label, Row
 
     for session in sorted(sessions, key=lambda session: str(session["session_id"]))[:_SESSIONS_MAX]:
-        tps = session.get("tps_ewma")
-        has_cells = session.get("prefix_n_tokens") or session["suffix_n_tokens"]
-        parts = (session.get("state"), "" if tps is None else f"{tps:.1f} tok/s", "" if has_cells else "no cells")
+        has_cells = bool(session.get("prefix_n_tokens") or session["suffix_n_tokens"])
         name = f"▸ {plain(session['session_id'])}"
         yield Row(
             Label(guide, name, short=name, least=name[:_SESSION_LEAST], style="blue"),
             ("", count(session["suffix_n_tokens"]), human_bytes(session["marginal_kv_bytes"])),
-            Text(" ".join(filter(None, parts)), style="" if has_cells else "bright_black"),
+            [Text(part, style="" if has_cells else "bright_black") for part in _doing(session, has_cells)],
         )
     if len(sessions) > _SESSIONS_MAX:
         rest = f"… and {len(sessions) - _SESSIONS_MAX} more"
-        yield Row(Label(guide, f"{rest} sessions", short=rest, least=rest, style="bright_black"), ("", "", ""), Text())
+        yield Row(Label(guide, f"{rest} sessions", short=rest, least=rest, style="bright_black"), ("", "", ""), [])
+
+
+def _doing(session: Mapping[str, Any], has_cells: bool) -> list[str]:
+    """What a session does, how fast it was, and where what it said is."""
+    tps, parked = session.get("tps_ewma"), session.get("state") == "parked"
+    where = human_bytes(session.get("warm_bytes")) if parked else "" if has_cells else "no cells"
+    return list(filter(None, (session.get("state"), where, "" if tps is None else f"{tps:.1f} tok/s")))

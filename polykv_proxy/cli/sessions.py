@@ -106,10 +106,13 @@ def _table(sessions: list[dict[str, Any]]) -> "FittedTable":
             "" if session["marginal_kv_bytes"] is None else human_bytes(session["marginal_kv_bytes"]),
             "" if tps is None else f"{tps:.1f}",
         )
-        rows.append(Row(Label("", name, short=name, least=name[:12]), numbers, Text(_state(session))))
+        state = [Text(part) for part in _state(session)]
+        rows.append(Row(Label("", name, short=name, least=name[:12]), numbers, state))
     headings = ("session", "pool", "slot", "prefix", "own", "KV", "tok/s", "state")
     return FittedTable(headings, rows, label_at=0, label_keeps=12)
 
 
-def _state(session: dict[str, Any]) -> str:
-    return "parked" if session.get("parked") and session["state"] == "idle" else str(session["state"])
+def _state(session: dict[str, Any]) -> list[str]:
+    """What it does; of one without a slot, how much the engine keeps of it."""
+    parked = session["state"] == "parked"
+    return [session["state"], human_bytes(session["warm_bytes"])] if parked else [str(session["state"])]

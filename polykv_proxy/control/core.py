@@ -179,7 +179,7 @@ class Control:
             ledger=self.residency.ledger,
             in_use=self.room.in_use,
             grace_end_s=self.retention.grace_end_s,
-            saved_bytes=self.residency.saved_bytes,
+            saved=self.saved,
             taken_by=lambda: self.lease.taken_by,
             tier=self.tier,
         )

@@ -61,8 +61,9 @@ def take_readings(tree: PoolTree, watch: EngineWatch, views: Views, tier: Tier) 
     pools: dict[str, PoolReading] = {}
     n_pools: Counter[Residency] = Counter(dict.fromkeys(RESIDENCIES, 0))
     named: dict[PoolId, str] = {}
+    holders = tree.holders()
     for pool in tree:
-        holder = tree.holder(pool.pool_id)
+        holder = holders.get(pool.pool_id)
         n_pools["resident" if holder is not None else pool.residency] += 1
         if holder is None and pool.pool_id not in on_pool:
             continue

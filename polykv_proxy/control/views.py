@@ -4,10 +4,15 @@ Who holds which cells is in the ledger: what a slot holds of pools is theirs, th
 ``Control.refresh`` first: views only read.
 """
 
+import asyncio
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+import orjson
+
 from polykv_proxy.control.ledger import Ledger
+from polykv_proxy.control.saved_books import Content, SavedBooks, session_tag, state_content
 from polykv_proxy.control.tier import Tier, TierFacts
 from polykv_proxy.control.watch import EngineWatch
 from polykv_proxy.errors import SessionNotFound
@@ -17,7 +22,7 @@ from polykv_proxy.store import Journal
 from polykv_proxy.tree.accounting import kv_bytes
 from polykv_proxy.tree.pool import Pool
 from polykv_proxy.tree.tree import PoolTree
-from polykv_proxy.tree.view import EngineFacts, RetentionFacts, SessionFacts, pools_view
+from polykv_proxy.tree.view import EngineFacts, RetentionFacts, SessionFacts, TreePicture
 from polykv_proxy.upstream import SlotStats
 
 
@@ -53,20 +58,38 @@ class Views:
         ledger: Ledger,
         in_use: Callable[[], Collection[PoolId]],
         grace_end_s: Callable[[Pool], float],
-        saved_bytes: Callable[[Pool], int],
+        saved: SavedBooks,
         taken_by: Callable[[], str | None],
         tier: Tier,
     ):
         self._tree, self._sessions, self._watch, self._clock = tree, sessions, watch, clock
         self._journal, self._unix_offset_s = journal, unix_offset_s
         self._ledger, self._in_use, self._grace_end_s, self._taken_by = ledger, in_use, grace_end_s, taken_by
-        self._saved_bytes, self._tier = saved_bytes, tier
+        self._saved, self._tier = saved, tier
 
     def pools(self, ref: int | str | None = None) -> dict[str, Any]:
         """The tree, or one subtree.
 
         Raises:  PoolNotFound (404)
         """
+        picture, more = self._picture(ref)
+        return picture.whole() | more
+
+    async def pools_json(self, ref: int | str | None = None) -> bytes:
+        """The same as JSON: of this very moment, but others have their turns while a large tree is written out.
+
+        Raises:  PoolNotFound (404)
+        """
+        picture, more = self._picture(ref)
+        parts = []
+        for part in picture.slices():
+            if part:
+                parts.append(orjson.dumps(part)[1:-1])
+            await asyncio.sleep(0)
+        rest = orjson.dumps(picture.rest() | more)
+        return b'{"pools":[' + b",".join(parts) + b"]," + rest[1:]
+
+    def _picture(self, ref: int | str | None) -> tuple[TreePicture, dict[str, Any]]:
         top = self._tree.get(ref).pool_id if ref is not None else None
         stats = self._watch.stats
         answers = self._watch.state == "ready" and self._taken_by() is None
@@ -80,18 +103,27 @@ class Views:
             kv_cells_used=cells.used if cells is not None else None,
             kv_cells_total=cells.total if cells is not None else None,
         )
-        view = pools_view(
+        saved = self._saved_now()
+        picture = TreePicture(
             self._tree,
             self.session_facts(),
             facts,
             accounts=self._ledger.accounts(),
             gone=self._ledger.gone(),
             retention=RetentionFacts(in_use=self._in_use(), grace_end_s=self._grace_end_s),
-            saved_bytes=self._saved_bytes,
+            saved_bytes=lambda pool: saved.get((pool.tokens_hash, pool.prefix_len), 0),
             top=top,
             unix_offset_s=self._unix_offset_s,
         )
-        return view | self._warm(self._tier.facts())
+        return picture, self._warm(self._tier.facts()) | self.streams()
+
+    def _saved_now(self) -> Mapping[Content, int]:
+        """Bytes that are saved of pools, by what tells pools apart."""
+        saved: Counter[Content] = Counter()
+        for state in self._saved:
+            if (content := state_content(state)) is not None:
+                saved[content] += state.n_bytes
+        return saved
 
     def _warm(self, tier: TierFacts) -> dict[str, Any]:
         """What is saved outside the cache, and what idle cells inside cost."""
@@ -182,7 +214,7 @@ class Views:
         for session in self._sessions:
             if session.closed:
                 continue
-            slot = self._slot_of(session)
+            slot, n_saved = self._slot_of(session), self._n_saved(session)
             of_pools, own = self._ledger.holds(SlotId(slot.id)) if slot is not None else (0, 0)
             facts.append(
                 SessionFacts(
@@ -192,7 +224,8 @@ class Views:
                     suffix_n_tokens=own,
                     tps_ewma=self._tps(session, slot),
                     ttft_ms=session.ttft_ms,
-                    state=_state(session, slot),
+                    state=_state(session, slot, n_saved),
+                    warm_bytes=n_saved,
                 )
             )
         return facts
@@ -213,12 +246,17 @@ class Views:
             return None
         return next((slot for slot in stats.slots if slot.id == session.slot_id), None)
 
+    def _n_saved(self, session: Session) -> int:
+        """Bytes of what the engine keeps of a session outside the cache."""
+        state = self._saved.find(session_tag(session.session_id))
+        return state.n_bytes if state is not None else 0
+
     def _tps(self, session: Session, slot: SlotStats | None) -> float | None:
         live = slot.tps_ewma if slot is not None and session.turns else None
         return live or session.tps
 
     def _session(self, session: Session) -> dict[str, Any]:
-        slot = self._slot_of(session)
+        slot, n_saved = self._slot_of(session), self._n_saved(session)
         total = self._watch.stats.n_ctx_slot if self._watch.stats is not None else None
         used = session.ctx_used
         holds = self._ledger.holds(SlotId(slot.id)) if slot is not None else None
@@ -228,14 +266,15 @@ class Views:
             "parent_session_id": session.parent,
             "pool_id": session.running_in,
             "slot_id": session.slot_id,
-            "state": _state(session, slot),
-            "parked": session.saved and session.slot_id is None,
+            "state": _state(session, slot, n_saved),
+            "parked": n_saved > 0 and session.slot_id is None,
             "n_turns": session.n_turns,
             "n_running": len(session.turns),
             "n_decoded": session.n_decoded,
             "prefix_n_tokens": holds[0] if holds is not None else None,
             "suffix_n_tokens": holds[1] if holds is not None else None,
             "marginal_kv_bytes": self.kv_bytes(holds[1]) if holds is not None else None,
+            "warm_bytes": n_saved,
             "tps_ewma": self._tps(session, slot),
             "ttft_ms": session.ttft_ms,
             "ctx_used": used,
@@ -245,7 +284,12 @@ class Views:
         }
 
 
-def _state(session: Session, slot: SlotStats | None) -> str:
-    """A reply in one piece does not tell when its prompt is done: the engine does."""
-    decodes = slot is not None and slot.state == "generating"
-    return "decoding" if session.state == "prefilling" and decodes else session.state
+def _state(session: Session, slot: SlotStats | None, n_saved: int) -> str:
+    """A reply in one piece does not tell when its prompt is done: the engine does.
+
+    Nobody's turn, no slot, and what it said is kept outside the cache: it is parked.
+    """
+    state = session.state
+    if state == "prefilling" and slot is not None and slot.state == "generating":
+        return "decoding"
+    return "parked" if state == "idle" and session.slot_id is None and n_saved else state

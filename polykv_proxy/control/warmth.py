@@ -74,10 +74,6 @@ class PoolWarmth(PoolMaker, ABC):
             if pool is not None and pool.residency == "warm":
                 self._tree.set_residency(pool_id, self.residency_without(pool))
 
-    def saved_bytes(self, pool: Pool) -> int:
-        """Bytes of what is saved of a pool."""
-        return sum(state.n_bytes for state in self.saved.of_content(*content_of(pool)))
-
     async def forget_saved(self, pool: Pool) -> None:
         """Give up what is saved of a pool, and of every other pool with the same tokens."""
         for state in self.saved.of_content(*content_of(pool)):

@@ -31,6 +31,11 @@ def json_answer(body: Any, *, status: int = 200, headers: dict[str, str] | None 
     return web.Response(body=orjson.dumps(body), status=status, content_type="application/json", headers=headers)
 
 
+def json_bytes_answer(body: bytes) -> web.Response:
+    """An answer that is JSON already."""
+    return web.Response(body=body, content_type="application/json")
+
+
 def error_body(error: PolyKVError) -> dict[str, Any]:
     said: dict[str, Any] = {
         "message": error.message,

@@ -6,7 +6,7 @@ from aiohttp import web
 
 from polykv_proxy.control import Control, CreatePool, ForkPool
 from polykv_proxy.errors import RequestError, UpstreamLoading, UpstreamTimeout, UpstreamUnavailable
-from polykv_proxy.routes.answers import Handler, answering, json_answer
+from polykv_proxy.routes.answers import Handler, answering, json_answer, json_bytes_answer
 from polykv_proxy.routes.body import CreateBody, ForkBody, query_flag, read_body
 
 
@@ -32,11 +32,11 @@ def pool_routes(control: Control) -> list[web.RouteDef]:
 
     async def show_all(request: web.Request) -> web.Response:
         await _refresh(control)
-        return json_answer(control.views.pools() | control.views.streams())
+        return json_bytes_answer(await control.views.pools_json())
 
     async def show_one(request: web.Request) -> web.Response:
         await _refresh(control)
-        return json_answer(control.views.pools(request.match_info["ref"]) | control.views.streams())
+        return json_bytes_answer(await control.views.pools_json(request.match_info["ref"]))
 
     async def release(request: web.Request) -> web.Response:
         recursive = query_flag(request, "recursive")

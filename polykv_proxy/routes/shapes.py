@@ -14,7 +14,7 @@ from polykv_proxy.doctor.finding import Finding
 Count = Annotated[int, Field(ge=0)]
 Residency = Literal["resident", "materializing", "warm", "cold"]
 MissReason = Literal["diverged", "no_pool", "incompatible", "swa_or_recurrent", "cold"]
-SessionState = Literal["waiting", "prefilling", "decoding", "idle", "closed"]
+SessionState = Literal["waiting", "prefilling", "decoding", "idle", "parked", "closed"]
 
 
 class _Shape(BaseModel):
@@ -94,6 +94,8 @@ class PoolSession(_Shape):
     tps_ewma: float | None
     ttft_ms: float | None
     state: SessionState | None
+    warm_bytes: Count
+    """Saved of it outside the cache, also while its slot holds it."""
 
 
 class PoolShown(_Shape):
@@ -274,7 +276,7 @@ class SessionShown(_Shape):
     slot_id: int | None
     state: SessionState
     parked: bool
-    """Its conversation is saved outside the cache, and it has no slot until its next turn."""
+    """Its conversation is saved outside the cache, and it has no slot. While nothing of it runs that is its state."""
     n_turns: Count
     n_running: Count
     n_decoded: Count
@@ -283,6 +285,8 @@ class SessionShown(_Shape):
     suffix_n_tokens: Count | None
     """Tokens in its slot that are its own."""
     marginal_kv_bytes: Count | None
+    warm_bytes: Count
+    """Saved of it outside the cache, also while its slot holds it."""
     tps_ewma: float | None
     ttft_ms: float | None
     """Known of streamed replies."""

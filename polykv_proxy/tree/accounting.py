@@ -131,15 +131,23 @@ def owners_of(tree: PoolTree, gone: Mapping[PoolId, Gone], book: CellBook, runs:
     return {owner for owner, _ in parts if owner is not None}
 
 
-def subtree_cells(
-    pools: Sequence[Pool], own: Mapping[PoolId, int], of_sessions: Mapping[PoolId, int]
-) -> dict[PoolId, int]:
-    """Own cells of each pool, of everything below it and of their sessions. Pools come parents before children."""
-    subtree: dict[PoolId, int] = {p.pool_id: own.get(p.pool_id, 0) + of_sessions.get(p.pool_id, 0) for p in pools}
-    for pool in reversed(pools):
-        if pool.parent in subtree:
+def subtree_cells(tree: PoolTree, own: Mapping[PoolId, int], of_sessions: Mapping[PoolId, int]) -> dict[PoolId, int]:
+    """Own cells of each pool, of everything below it and of their sessions. Pools without a cell are absent.
+
+    Costs O(pools with cells and all above them), however many pools there are.
+    """
+    subtree = Counter(own)
+    subtree.update(of_sessions)
+    reached: dict[PoolId, Pool] = {}
+    for pool_id in subtree:
+        pool = tree.find(pool_id)
+        while pool is not None and pool.pool_id not in reached:
+            reached[pool.pool_id] = pool
+            pool = tree.find(pool.parent)
+    for pool in sorted(reached.values(), key=lambda pool: -pool.depth):
+        if not pool.is_root:
             subtree[pool.parent] += subtree[pool.pool_id]
-    return subtree
+    return dict(subtree)
 
 
 def _owners(

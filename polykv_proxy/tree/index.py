@@ -16,6 +16,7 @@ Cost:    longest  O(len(prompt)) memcmp, and a few bisections per run passed, wh
 """
 
 from bisect import bisect_left, insort
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from polykv_proxy.errors import InvariantError
@@ -138,6 +139,19 @@ class PrefixIndex:
         """Whether another pool starts with all tokens of this one, and has more."""
         node = self._at[pool_id][0]
         return bool(node.sides) or node is not node.block.run.last
+
+    def beginnings(self, pool_id: PoolId) -> Iterator[PoolId]:
+        """Give all pools that this one starts with, itself and its equals first, then the longest first."""
+        node = self._at[pool_id][0]
+        end, run = node.end, node.block.run
+        while True:
+            for block in reversed(run.blocks):
+                for node in reversed(block.nodes) if block.nodes[0].end <= end else ():
+                    if node.end <= end:
+                        yield from (key.pool_id for key in node.pools)
+            if run.top is None:
+                return
+            end, run = run.top.end, run.top.block.run
 
     def _run_through(self, pool_id: PoolId, n_tokens: int) -> tuple[Run, int]:
         """The run on the way to a pool that has token ``n_tokens`` - 1, and how many runs were looked at."""

@@ -322,6 +322,16 @@ class PoolTree:
         best = self._index.best_through(pool_id, pool.prefix_len if n_tokens is None else n_tokens)
         return self._pools[best.pool_id] if best.rank == _RANK["resident"] else None
 
+    def holders(self) -> dict[PoolId, Pool]:
+        """Give ``holder`` of all pools that have one: few, however many there are in all."""
+        residents, held = sorted(self.residents(), key=_key), {}
+        for pool in residents:
+            for begins in self._index.beginnings(pool.pool_id):
+                if begins in held:  # and so are those that are shorter, by the same or a better one
+                    break
+                held[begins] = pool
+        return held | {pool.pool_id: pool for pool in residents}
+
     def twins(self, pool_id: PoolId) -> list[Pool]:
         """Give all pools with just the tokens of this one, itself included."""
         return [self._pools[twin] for twin in self._index.equals(pool_id)]

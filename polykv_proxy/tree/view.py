@@ -1,28 +1,37 @@
 """The JSON of ``GET /polykv/pools``, made from plain facts: the tree, the sessions, what the engine last said.
 
-Pure, so that a view of 10,000 pools can be tested without a server. Cost: O(pools + sessions) shown.
+Two steps, so that a large tree keeps nobody waiting and is one picture all the same: what changes is copied at once
+(``TreePicture``), and written out slice by slice whenever there is time. What never changes of a pool (tokens, parent,
+name) is read while it is written; pools that are released meanwhile are still shown.
+
+Pure, so that a view of 10,000 pools can be tested without a server. Cost: O(pools + sessions) shown; the first step a
+tenth of that.
 
 Source:  design §4.2; unknown is ``null``, never 0
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from polykv_proxy.ids import PoolId
 from polykv_proxy.tree.accounting import Accounts, Gone, SessionCells, kv_bytes, subtree_cells
-from polykv_proxy.tree.pool import Pool
+from polykv_proxy.tree.pool import Pool, Residency
 from polykv_proxy.tree.tree import PoolTree
+
+SLICE = 200
+"""Pools that are written out at once: a millisecond or two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionFacts(SessionCells):
-    """A session as the view shows it. ``state``: what its slot does, in the engine's word."""
+    """A session as the view shows it. ``state``: what it does. ``warm_bytes``: saved of it outside the cache."""
 
     tps_ewma: float | None = None
     ttft_ms: float | None = None
     state: str | None = None
+    warm_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,119 +57,138 @@ class RetentionFacts:
     grace_end_s: Callable[[Pool], float] | None = None
 
 
-def pools_view(
-    tree: PoolTree,
-    sessions: Iterable[SessionFacts],
-    engine: EngineFacts,
-    *,
-    accounts: Accounts | None = None,
-    gone: Mapping[PoolId, Gone] | None = None,
-    retention: RetentionFacts | None = None,
-    saved_bytes: Callable[[Pool], int] = lambda _: 0,
-    top: PoolId | None = None,
-    unix_offset_s: float = 0.0,
-) -> dict[str, Any]:
-    """Show the whole tree, or the subtree of ``top``.
+_Row = tuple[Pool, Residency, bool, float, int, int]
+"""A pool, and of it what may change: residency, pin, last access, queries, hits."""
 
-    ``saved_bytes``: of what is saved of a pool outside the cache, also while it is resident.
+
+class TreePicture:
+    """The whole tree, or the subtree of ``top``, as it is now. Its JSON can be asked for later.
+
+    ``saved_bytes``: of what is saved of a pool outside the cache, also while it is resident; asked later, so it must
+    answer for now.
 
     Units:   unix_offset_s: Unix time minus the clock of the pools' *_s
     """
-    accounts, retention = accounts or Accounts(), retention or RetentionFacts()
-    pools: Sequence[Pool] = list(tree) if top is None else tree.subtree(top)
-    of_pool: dict[PoolId | None, list[SessionFacts]] = defaultdict(list)
-    of_sessions: dict[PoolId, int] = defaultdict(int)
-    for session in sessions:
-        pool_id = session.pool_id if session.pool_id in tree else None
-        of_pool[pool_id].append(session)
-        if pool_id is not None:
-            of_sessions[pool_id] += session.suffix_n_tokens
-    subtree = subtree_cells(pools, accounts.own_cells, of_sessions)
-    base_depth = 0 if top is None else tree.get(top).depth
-    bytes_per_token = engine.bytes_per_token
-    view = {
-        "pools": [
-            _pool_json(
-                pool,
-                tree.holder(pool.pool_id),
-                [child.pool_id for child in tree.children(pool.pool_id)],
-                of_pool.get(pool.pool_id, []),
-                own_cells=accounts.own_cells.get(pool.pool_id, 0) if engine.answers else None,
-                subtree_cells=subtree[pool.pool_id] if engine.answers else None,
-                engine=engine,
-                retention=retention,
-                warm_bytes=saved_bytes(pool),
-                unix_offset_s=unix_offset_s,
-            )
-            for pool in pools
-        ],
-        "tree_depth": 1 + max((pool.depth for pool in pools), default=base_depth - 1) - base_depth,
-        "seq_ids_used": engine.seq_ids_used,
-        "seq_ids_max": engine.seq_ids_max,
-        "kv_cells_used": engine.kv_cells_used,
-        "kv_cells_total": engine.kv_cells_total,
-        "kv_bytes_per_token": bytes_per_token,
-    }
-    if top is not None:
-        return view
-    # What else holds cells, so that the whole adds up.
-    n_unpooled = sum(accounts.slot_cells.values()) - sum(of_sessions.values()) if engine.answers else None
-    return view | {
-        "released": _released_json(accounts, gone or {}, bytes_per_token) if engine.answers else None,
-        "unpooled": {
-            "kv_cells": n_unpooled,
-            "kv_bytes": kv_bytes(n_unpooled, bytes_per_token),
-            "sessions": [_session_json(session, bytes_per_token) for session in of_pool.get(None, [])],
-        },
-    }
+
+    def __init__(
+        self,
+        tree: PoolTree,
+        sessions: Iterable[SessionFacts],
+        engine: EngineFacts,
+        *,
+        accounts: Accounts | None = None,
+        gone: Mapping[PoolId, Gone] | None = None,
+        retention: RetentionFacts | None = None,
+        saved_bytes: Callable[[Pool], int] = lambda _: 0,
+        top: PoolId | None = None,
+        unix_offset_s: float = 0.0,
+    ):
+        accounts, retention = accounts or Accounts(), retention or RetentionFacts()
+        self._engine, self._accounts, self._top, self._unix_offset_s = engine, accounts, top, unix_offset_s
+        self._saved_bytes = saved_bytes
+        self._gone = dict(gone or {})
+        self._rows: list[_Row] = [
+            (pool, pool.residency, pool.pin, pool.last_access_s, pool.n_queries, pool.n_hits)
+            for pool in (tree if top is None else tree.subtree(top))
+        ]
+        self._of_pool: dict[PoolId | None, list[SessionFacts]] = defaultdict(list)
+        of_sessions: dict[PoolId, int] = defaultdict(int)
+        for session in sessions:
+            pool_id = session.pool_id if session.pool_id in tree else None
+            self._of_pool[pool_id].append(session)
+            if pool_id is not None:
+                of_sessions[pool_id] += session.suffix_n_tokens
+        self._subtree = subtree_cells(tree, accounts.own_cells, of_sessions)
+        self._n_unpooled = sum(accounts.slot_cells.values()) - sum(of_sessions.values())
+        holders = tree.holders()
+        # All of it in another's sequence is as good as in one of its own.
+        self._seq_ids = {pool_id: holder.seq_id for pool_id, holder in holders.items()}
+        self._in_use = frozenset(retention.in_use)
+        self._grace_ends_s: dict[PoolId, float] = {}
+        for pool_id in holders:
+            pool = tree.get(pool_id)
+            if engine.answers and retention.grace_end_s is not None and not pool.pin and pool_id not in self._in_use:
+                self._grace_ends_s[pool_id] = retention.grace_end_s(pool)
+
+    def slices(self, n_pools: int = SLICE) -> Iterator[list[dict[str, Any]]]:
+        """Give the pools, parents before children, so many at a time; some slices at the beginning are empty."""
+        children: dict[PoolId, list[PoolId]] = defaultdict(list)
+        for rows in _parts(self._rows, 10 * n_pools):
+            for row in rows:
+                children[row[0].parent].append(row[0].pool_id)
+            yield []
+        for rows in _parts(self._rows, n_pools):
+            yield [self._pool_json(row, children.get(row[0].pool_id, [])) for row in rows]
+
+    def whole(self) -> dict[str, Any]:
+        """All of it at once."""
+        return {"pools": [pool for part in self.slices() for pool in part]} | self.rest()
+
+    def rest(self) -> dict[str, Any]:
+        """All but the pools."""
+        engine, bytes_per_token = self._engine, self._engine.bytes_per_token
+        depths = [row[0].depth for row in self._rows]
+        rest = {
+            "tree_depth": 1 + max(depths) - min(depths) if depths else 0,
+            "seq_ids_used": engine.seq_ids_used,
+            "seq_ids_max": engine.seq_ids_max,
+            "kv_cells_used": engine.kv_cells_used,
+            "kv_cells_total": engine.kv_cells_total,
+            "kv_bytes_per_token": bytes_per_token,
+        }
+        if self._top is not None:
+            return rest
+        # What else holds cells, so that the whole adds up.
+        n_unpooled = self._n_unpooled if engine.answers else None
+        return rest | {
+            "released": _released_json(self._accounts, self._gone, bytes_per_token) if engine.answers else None,
+            "unpooled": {
+                "kv_cells": n_unpooled,
+                "kv_bytes": kv_bytes(n_unpooled, bytes_per_token),
+                "sessions": [_session_json(session, bytes_per_token) for session in self._of_pool.get(None, [])],
+            },
+        }
+
+    def _pool_json(self, row: _Row, children: Sequence[PoolId]) -> dict[str, Any]:
+        pool, residency, pinned, last_access_s, n_queries, n_hits = row
+        engine, bytes_per_token = self._engine, self._engine.bytes_per_token
+        pool_id = pool.pool_id
+        sessions = self._of_pool.get(pool_id, [])
+        own_cells = self._accounts.own_cells.get(pool_id, 0) if engine.answers else None
+        subtree_cells = self._subtree.get(pool_id, 0) if engine.answers else None
+        residency = "resident" if pool_id in self._seq_ids else residency
+        end_s = self._grace_ends_s.get(pool_id)
+        return {
+            "pool_id": pool_id,
+            "name": pool.name,
+            "parent": pool.parent,
+            "branch_pos": pool.branch_pos,
+            "prefix_len": pool.prefix_len,
+            "own_n_tokens": pool.own_n_tokens,
+            "residency": residency if engine.answers else None,
+            "seq_id": self._seq_ids.get(pool_id) if engine.answers else None,
+            "pinned": pinned,
+            "orphaned_pin": pinned and not children and not sessions,
+            "in_use": pool_id in self._in_use,
+            "auto": pool.auto,
+            "ttl_s": pool.ttl_s,
+            "expires_ts": end_s + self._unix_offset_s if end_s is not None else None,
+            "created_ts": pool.created_s + self._unix_offset_s,
+            "last_access_ts": last_access_s + self._unix_offset_s,
+            "queries": n_queries,
+            "hits": n_hits,
+            "own_kv_cells": own_cells,
+            "own_kv_bytes": kv_bytes(own_cells, bytes_per_token),
+            "subtree_kv_cells": subtree_cells,
+            "subtree_kv_bytes": kv_bytes(subtree_cells, bytes_per_token),
+            "warm_bytes": self._saved_bytes(pool),
+            "children": list(children),
+            "sessions": [_session_json(session, bytes_per_token) for session in sessions],
+        }
 
 
-def _pool_json(
-    pool: Pool,
-    holder: Pool | None,
-    children: Sequence[PoolId],
-    sessions: Sequence[SessionFacts],
-    *,
-    own_cells: int | None,
-    subtree_cells: int | None,
-    engine: EngineFacts,
-    retention: RetentionFacts,
-    warm_bytes: int,
-    unix_offset_s: float,
-) -> dict[str, Any]:
-    bytes_per_token = engine.bytes_per_token
-    in_use = pool.pool_id in retention.in_use
-    expires = holder is not None and engine.answers and not pool.pin and not in_use
-    end_s = retention.grace_end_s(pool) if expires and retention.grace_end_s is not None else None
-    # All of it in another's sequence is as good as in one of its own.
-    residency = "resident" if holder is not None else pool.residency
-    return {
-        "pool_id": pool.pool_id,
-        "name": pool.name,
-        "parent": pool.parent,
-        "branch_pos": pool.branch_pos,
-        "prefix_len": pool.prefix_len,
-        "own_n_tokens": pool.own_n_tokens,
-        "residency": residency if engine.answers else None,
-        "seq_id": holder.seq_id if holder is not None and engine.answers else None,
-        "pinned": pool.pin,
-        "orphaned_pin": pool.pin and not children and not sessions,
-        "in_use": in_use,
-        "auto": pool.auto,
-        "ttl_s": pool.ttl_s,
-        "expires_ts": end_s + unix_offset_s if end_s is not None else None,
-        "created_ts": pool.created_s + unix_offset_s,
-        "last_access_ts": pool.last_access_s + unix_offset_s,
-        "queries": pool.n_queries,
-        "hits": pool.n_hits,
-        "own_kv_cells": own_cells,
-        "own_kv_bytes": kv_bytes(own_cells, bytes_per_token),
-        "subtree_kv_cells": subtree_cells,
-        "subtree_kv_bytes": kv_bytes(subtree_cells, bytes_per_token),
-        "warm_bytes": warm_bytes,
-        "children": list(children),
-        "sessions": [_session_json(session, bytes_per_token) for session in sessions],
-    }
+def _parts(rows: Sequence[_Row], n: int) -> Iterator[Sequence[_Row]]:
+    return (rows[at : at + n] for at in range(0, len(rows), n))
 
 
 def _released_json(
@@ -189,4 +217,5 @@ def _session_json(session: SessionFacts, bytes_per_token: float | None) -> dict[
         "tps_ewma": session.tps_ewma,
         "ttft_ms": session.ttft_ms,
         "state": session.state,
+        "warm_bytes": session.warm_bytes,
     }

@@ -19,7 +19,7 @@ from polykv_proxy.tree.cells import CellBook
 from polykv_proxy.tree.pool import Pool
 from polykv_proxy.tree.prefix import make_tokens
 from polykv_proxy.tree.tree import PoolTree
-from polykv_proxy.tree.view import EngineFacts, RetentionFacts, SessionFacts, pools_view
+from polykv_proxy.tree.view import EngineFacts, RetentionFacts, SessionFacts, TreePicture
 
 
 @dataclass
@@ -142,7 +142,8 @@ class ContractServer:
             book.adopt(pool.seq_id, 1, parts_of(self.tree, pool))
         retention = RetentionFacts(in_use=self.in_use, grace_end_s=lambda _: self.grace_end_s)
         accounts = account(self.tree, {}, book)
-        return pools_view(self.tree, self.sessions, self.engine, accounts=accounts, retention=retention, top=top)
+        picture = TreePicture(self.tree, self.sessions, self.engine, accounts=accounts, retention=retention, top=top)
+        return picture.whole()
 
     def _make(self, plan: Any) -> dict[str, Any]:
         pool = self.resident(self.tree.commit(plan, now_s=0.0))

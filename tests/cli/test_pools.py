@@ -1,5 +1,6 @@
 """``polykvctl pools`` through the real command line, against a real socket."""
 
+import io
 import json
 import os
 import socket
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from polykv_proxy.cli import app as polykvctl
@@ -72,13 +74,54 @@ def test_what_is_saved_outside_the_cache_is_told() -> None:
     cells = {"kv_cells_used": 2000, "kv_cells_total": 16384, "kv_cells_high": 2756, "idle_tax": None}
     view = {"pools": [], "tree_depth": 0, "seq_ids_used": 0, "seq_ids_max": 16, **cells}
     start = "0 pools, depth 0 · 0 sessions · sequences 0/16 · cells 2,000/16,384"
-    assert summary(view) == start
+
+    def told(more: dict[str, Any]) -> str:
+        return " · ".join(summary(view | more).facts)
+
+    assert told({}) == start
     places = {"ram": {"bytes": 40_118_176}, "disk": {"bytes": 0}}
-    assert summary(view | {"kv_cells_high": 2757, "warm": places}) == f"{start}, highest 2,757 · warm 40.1 MB"
+    assert told({"kv_cells_high": 2757, "warm": places}) == f"{start}, highest 2,757 · warm 40.1 MB in memory"
     counted = {"ram": {"bytes": 0, "hits": 3}, "disk": {"bytes": 0, "hits": 1}, "misses": 2}
-    assert summary(view | {"warm": counted}) == f"{start} · brought back 4, missed 2"
+    assert told({"warm": counted}) == f"{start} · brought back 4, missed 2"
     places = {"ram": {"bytes": 0}, "disk": {"bytes": 80_000_000}}
-    assert summary(view | {"idle_tax": 0.31, "warm": places}) == f"{start} · on disk 80.0 MB · idle cells cost 31%"
+    assert told({"idle_tax": 0.31, "warm": places}) == f"{start} · warm 80.0 MB on disk · idle cells cost 31%"
+    places = {"ram": {"bytes": 40_118_176}, "disk": {"bytes": 80_000_000}}
+    assert told({"warm": places}) == f"{start} · warm 40.1 MB in memory, 80.0 MB on disk"
+
+
+@pytest.mark.parametrize("columns", [40, 60, 72, 80, 100])
+def test_the_last_lines_break_between_facts_only(columns: int) -> None:
+    places = {"ram": {"bytes": 40_118_176, "hits": 12}, "disk": {"bytes": 80_000_000}, "misses": 1}
+    cells = {"kv_cells_used": 2000, "kv_cells_total": 16384, "kv_cells_high": 12756, "idle_tax": 0.31}
+    view = {"pools": [], "tree_depth": 0, "seq_ids_used": 0, "seq_ids_max": 16, "warm": places, **cells}
+    footer = summary(view)
+    console = Console(width=columns, file=io.StringIO())
+    with console.capture() as shown:
+        console.print(footer, crop=False)
+    lines = shown.get().splitlines()
+    assert [fact for line in lines for fact in line.split(" · ")] == footer.facts
+    assert all(len(line) <= columns or " · " not in line for line in lines)
+    assert len(lines) < len(footer.facts) or columns < 60, "a line takes what fits"
+
+
+@pytest.mark.parametrize("columns", [50, 66, 72, 80])
+def test_a_session_outside_the_cache_is_shown_with_what_is_kept_of_it(
+    server: ContractServer, monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    root = server.resident(add_root(server.tree, toks(range(1740)), name="coding-agent"))
+    server.in_use = {root.pool_id}
+    facts: dict[str, Any] = {"pool_n_tokens": 0, "suffix_n_tokens": 0, "tps_ewma": 48.06}
+    for name, state, n_bytes in (("agent-1", "parked", 2_400_000), ("agent-2", "idle", 0)):
+        session_id = SessionId(name)
+        server.sessions.append(
+            SessionFacts(session_id=session_id, pool_id=root.pool_id, state=state, warm_bytes=n_bytes, **facts)
+        )
+    monkeypatch.setenv("COLUMNS", str(columns))
+    shown = run(server, "tree").stdout.splitlines()[2:]
+    lines = [" ".join(line.split()) for line in shown[: shown.index("")]]
+    told = " ".join(lines)
+    assert told == "▸ agent-1 0 0 B parked 2.4 MB 48.1 tok/s ▸ agent-2 0 0 B idle no cells 48.1 tok/s"
+    assert not any(line.endswith((" 2.4", "no", " 48.1")) for line in lines), "no number without its unit"
 
 
 def test_deep_tree_stays_within_80_columns(server: ContractServer) -> None:
@@ -153,11 +196,12 @@ def test_sessions_cut_long_ids_and_no_number(server: ContractServer, monkeypatch
 
 
 def test_a_session_outside_the_cache_is_parked(server: ContractServer) -> None:
-    facts = {"prefix_n_tokens": None, "suffix_n_tokens": None, "marginal_kv_bytes": None, "tps_ewma": None}
-    session = {"session_id": "a", "pool_id": 7, "slot_id": None, "state": "idle", "parked": True, **facts}
+    facts: dict[str, Any] = dict.fromkeys(("prefix_n_tokens", "suffix_n_tokens", "marginal_kv_bytes", "tps_ewma"))
+    facts |= {"warm_bytes": 2_400_000}
+    session = {"session_id": "a", "pool_id": 7, "slot_id": None, "state": "parked", "parked": True, **facts}
     server.answer_next = (200, json.dumps({"sessions": [session]}).encode(), {})
     lines = runner.invoke(polykvctl, ["sessions", "--url", server.url]).stdout.splitlines()
-    assert lines[1].split() == ["a", "7", "parked"]
+    assert lines[1].split() == ["a", "7", "parked", "2.4", "MB"]
 
 
 @pytest.mark.parametrize("command", ["tree", "ls"])

@@ -121,17 +121,36 @@ async def test_twelve_sessions_in_turn_on_four_slots(
 
 
 async def test_who_is_parked_is_shown(engine: FakeEngine, proxy: Proxy) -> None:
-    async def parked() -> dict[str, bool]:
-        shown = (await proxy.client.get("/polykv/sessions")).json()["sessions"]
-        return {session["session_id"]: session["parked"] for session in shown}
+    """In the list, in the session's own answer, in the tree and in the metrics."""
+
+    async def shown() -> tuple[Any, ...]:
+        one = (await proxy.client.get("/polykv/sessions/a")).json()
+        listed = (await proxy.client.get("/polykv/sessions")).json()["sessions"]
+        assert one == next(session for session in listed if session["session_id"] == "a")
+        view = (await proxy.client.get("/polykv/pools")).json()
+        in_tree = next(session for session in view["unpooled"]["sessions"] if session["session_id"] == "a")
+        assert (in_tree["state"], in_tree["warm_bytes"]) == (one["state"], one["warm_bytes"])
+        return one["state"], one["parked"], one["warm_bytes"], view["warm"]["ram"]["sessions"]
+
+    async def counted(state: str) -> bool:
+        page = (await proxy.client.get("/metrics")).text
+        return f'opencoti_polykv:sessions{{state="{state}"}} 1.0' in page
 
     agent = Agent(proxy, "a")
     await agent.say(said("a", 0))
-    assert await parked() == {"a": False}
+    assert await shown() == ("idle", False, 0, 0)
     await fill_slots(proxy)
-    assert (await parked())["a"]
+    n_bytes = engine.saved.ram[tag("a")].n_bytes
+    assert n_bytes > 0
+    assert await shown() == ("parked", True, n_bytes, 1)
+    assert await counted("parked")
     await agent.say(said("a", 1))
-    assert not (await parked())["a"]
+    state, parked, n_kept, _ = await shown()
+    assert (state, parked, n_kept) == ("idle", False, n_bytes), "what is saved stays, and its slot has it as well"
+    await fill_slots(proxy)
+    for name in list(engine.saved.ram):
+        await proxy.control.saved.forget(name)
+    assert (await shown())[:3] == ("idle", False, 0), "the engine keeps nothing of it"
 
 
 async def test_a_state_is_loaded_into_whatever_slot_is_free(engine: FakeEngine, proxy: Proxy) -> None:

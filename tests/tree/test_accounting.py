@@ -56,7 +56,7 @@ def test_a_pool_family_counts_every_cell_once() -> None:
     assert accounts.slot_cells == {0: 10, 1: 12, 2: 5}
     assert accounts.total_cells == 197
     of_sessions = {task.pool_id: 22, branch.pool_id: 5}
-    subtree = subtree_cells(list(tree), accounts.own_cells, of_sessions)
+    subtree = subtree_cells(tree, accounts.own_cells, of_sessions)
     assert subtree == {root.pool_id: 197, task.pool_id: 62, branch.pool_id: 35}
 
 

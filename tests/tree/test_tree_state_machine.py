@@ -198,6 +198,11 @@ class TreeAgainstModel(RuleBasedStateMachine):
             assert holder.pool_id in able
 
     @invariant()
+    def holders_of_all(self) -> None:
+        held = {i: holder.pool_id for i in self.model if (holder := self.tree.holder(PoolId(i))) is not None}
+        assert {pool_id: pool.pool_id for pool_id, pool in self.tree.holders().items()} == held
+
+    @invariant()
     def same_tree(self) -> None:
         assert {pool.pool_id for pool in self.tree} == set(self.model)
         assert {p.pool_id for p in self.tree.residents()} == {p.pool_id for p in self.tree if p.seq_id is not None}

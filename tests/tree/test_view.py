@@ -1,12 +1,17 @@
 """The JSON of the pool tree."""
 
 import json
+from typing import Any
 
 from polykv_proxy.ids import PoolId, SessionId, SlotId
 from polykv_proxy.tree.accounting import Accounts, Gone
 from polykv_proxy.tree.tree import PoolTree
-from polykv_proxy.tree.view import EngineFacts, RetentionFacts, SessionFacts, pools_view
+from polykv_proxy.tree.view import EngineFacts, RetentionFacts, SessionFacts, TreePicture
 from tests.tree.make import add_root, extend, settle, toks
+
+
+def pools_view(*facts: Any, **more: Any) -> dict[str, Any]:
+    return TreePicture(*facts, **more).whole()
 
 
 def agent(pool_id: PoolId, shared: int, suffix: int) -> SessionFacts:
@@ -78,6 +83,7 @@ def test_whole_tree_shows_design_fields() -> None:
                     "tps_ewma": None,
                     "ttft_ms": None,
                     "state": None,
+                    "warm_bytes": 0,
                 }
             ],
         },
@@ -119,6 +125,7 @@ def test_whole_tree_shows_design_fields() -> None:
             "tps_ewma": 12.5,
             "ttft_ms": 31.0,
             "state": "generating",
+            "warm_bytes": 0,
         }
     ]
     assert (view["pools"][2]["residency"], view["pools"][2]["own_kv_bytes"]) == ("cold", 0)
