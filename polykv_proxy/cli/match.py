@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 import typer
 
-from polykv_proxy.cli.output import DEFAULT_URL, AdminKey, AsJson, Url, count, echo_json, ending_well
+from polykv_proxy.cli.output import DEFAULT_URL, AdminKey, AsJson, Url, called, count, echo_json, ending_well
 
 _REASONS = {
     "cold": "the pool is not in the cache now and would be prefilled first",
@@ -55,7 +55,7 @@ def match(
 def _told(answer: dict[str, Any]) -> list[str]:
     n_shared, n_left = answer["prefix_n_tokens"], answer["uncached_n_tokens"]
     reason, divergence = answer["miss_reason"], answer["divergence"]
-    which = "no pool" if answer["pool_id"] is None else f"pool {answer['pool_id']}"
+    which = "no pool" if answer["pool_id"] is None else called(answer)
     lines = [f"{which}: {count(n_shared)} of {count(n_shared + n_left)} tokens shared, {count(n_left)} to prefill"]
     if divergence is not None:
         lines.append(f"{reason}: {_where(divergence)}")

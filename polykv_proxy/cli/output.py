@@ -6,7 +6,7 @@ nor rich interprets it.
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -73,6 +73,11 @@ def human_bytes(n_bytes: float | None) -> str:
             return f"{size:.0f} {unit}" if unit == "B" or size >= 99.95 else f"{size:.1f} {unit}"
         size /= 1000
     return f"{size:,.1f} TB"
+
+
+def called(pool: Mapping[str, Any]) -> str:
+    """``pool 7 (reviewers)``: what a person typed, or can type, of a pool."""
+    return f"pool {pool['pool_id']}" + (f" ({pool['name']})" if pool.get("name") else "")
 
 
 def count(n: int | None) -> str:

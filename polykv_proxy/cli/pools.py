@@ -9,10 +9,12 @@ from polykv_proxy.cli.output import (
     AdminKey,
     AsJson,
     Url,
+    called,
     control_client,
     count,
     echo_json,
     ending_well,
+    human_bytes,
     show,
     shown,
 )
@@ -172,7 +174,8 @@ def _keep(verb: str, ref: str, url: str, admin_key: str | None, *, as_json: bool
         if as_json:
             echo_json(pool)
             return
-        typer.echo(f"{_called(pool)}: {'pinned' if pool['pinned'] else 'not pinned'}, {pool['residency']}")
+        before = "" if pool["changed"] else ", as it was before"
+        typer.echo(f"{called(pool)}: {'pinned' if pool['pinned'] else 'not pinned'}{before}; {pool['residency']}")
         typer.echo(f"pinned       {count(pool['pinned_cells'])} of {count(pool['budget_cells'])} cells")
 
 
@@ -196,7 +199,7 @@ def evict(
         if as_json:
             echo_json(pool)
             return
-        typer.echo(f"{_called(pool)}: {pool['residency']}")
+        typer.echo(f"{called(pool)}: {_left_as(pool)}")
         typer.echo(f"freed        {shown('freed', pool['freed'])}")
 
 
@@ -207,6 +210,9 @@ def flush(ref: Ref, url: Url = DEFAULT_URL, admin_key: AdminKey = None, as_json:
         answer = control.post(_path(ref, "flush"), None)
         if as_json:
             echo_json(answer)
+            return
+        if not answer["evicted"] and not answer["kept"]:
+            typer.echo("nothing to evict: neither this pool nor any below it has a sequence in the cache")
             return
         kept = ", ".join(f"{pool['pool_id']} ({pool['reason'].replace('_', ' ')})" for pool in answer["kept"])
         typer.echo(f"evicted      {', '.join(map(str, answer['evicted'])) or 'none'}")
@@ -257,14 +263,26 @@ def _wishes(name: str | None, pin: bool, ttl_s: float | None) -> dict[str, Any]:
     return wishes | ({"pin": True} if pin else {}) | ({} if ttl_s is None else {"ttl_s": ttl_s})
 
 
+def _left_as(pool: dict[str, Any]) -> str:
+    """What an eviction left of a pool, and where there was nothing to do, that it was so before."""
+    now, saved = pool["residency"], human_bytes(pool["warm_bytes"])
+    if pool["held_by"] is not None:
+        own = "it had no sequence of its own" if pool["freed"]["seq_ids"] == 0 else "its own sequence is free"
+        return f"still resident: {own}, and that of pool {pool['held_by']} holds all of it"
+    if now == "warm":
+        return f"warm as before, {saved} saved" if pool["was"] == "warm" else f"warm, {saved} saved"
+    if pool["was"] == "cold":
+        return f"{now} as before: nothing of it was in the cache or saved, so there was nothing to save or drop"
+    return f"{now}; what was saved of it is forgotten" if pool["was"] == "warm" else str(now)
+
+
 def _say_made(pool: dict[str, Any], *, as_json: bool) -> None:
+    if pool["same_as"] is not None:
+        same = f"pool {pool['same_as']}"
+        typer.echo(f"note: {same} has the very same tokens; release one of them if nobody needs both", err=True)
     if as_json:
         echo_json(pool)
         return
     inherited = "" if pool["parent"] == -1 else f", {count(pool['branch_pos'])} of them from pool {pool['parent']}"
     took = f" in {pool['materialize_ms']:,.0f} ms" if pool.get("materialize_ms") is not None else ""
-    typer.echo(f"{_called(pool)}: {count(pool['prefix_len'])} tokens{inherited}; {pool['residency']}{took}")
-
-
-def _called(pool: dict[str, Any]) -> str:
-    return f"pool {pool['pool_id']}" + (f" ({pool['name']})" if pool.get("name") else "")
+    typer.echo(f"{called(pool)}: {count(pool['prefix_len'])} tokens{inherited}; {pool['residency']}{took}")

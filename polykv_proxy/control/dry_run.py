@@ -137,6 +137,7 @@ def _answer(
 ) -> dict[str, Any]:
     return {
         "pool_id": pool.pool_id if pool is not None else None,
+        "name": pool.name if pool is not None else None,
         "prefix_n_tokens": n_prefix,
         "uncached_n_tokens": len(tokens) - n_prefix,
         "miss_reason": reason,

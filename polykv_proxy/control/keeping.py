@@ -47,28 +47,28 @@ class Keeping:
         await self._residency.ensure(pool)
         pool = self._tree.get(pool_id)
         self._retention.check_pin(pool)  # somebody else may have pinned another one meanwhile
-        await self._set_pin(pool, True)
-        return self._answer(pool)
+        return self._answer(pool, changed=await self._set_pin(pool, True))
 
     async def unpin(self, pool_id: PoolId) -> dict[str, Any]:
         """Let a pool go under pressure again. What it holds stays until then. Raises JournalFailed (503)."""
         pool = self._tree.get(pool_id)
-        await self._set_pin(pool, False)
-        return self._answer(pool)
+        return self._answer(pool, changed=await self._set_pin(pool, False))
 
-    async def _set_pin(self, pool: Pool, pin: bool) -> None:
-        """Answered when it is in the journal; what cannot be written down is not done."""
+    async def _set_pin(self, pool: Pool, pin: bool) -> bool:
+        """Answered when it is in the journal; what cannot be written down is not done. Gives whether it was not so."""
         before, pool.pin = pool.pin, pin
         try:
             await self._journal.pool_changed(pool)
         except JournalFailed:
             pool.pin = before
             raise
+        return before != pin
 
     async def evict(self, pool_id: PoolId, to: str | None) -> dict[str, Any]:
         """Drop a pool's sequence; the pool stays and comes back with the next attach. A pin does not refuse it.
 
         ``to``: ``warm`` saves its state first, ``cold`` also forgets what is saved; None: warm where that is possible.
+        Of a pool that has none there is nothing to save: the answer says where it was and is.
 
         Raises:  PoolInUse (409), WarmUnavailable (501)
         """
@@ -76,6 +76,7 @@ class Keeping:
         if to == "warm" and not self._residency.saved.available:
             raise _no_warm_tier(self._residency.saved.why_off)
         pool = self._evictable(pool_id)
+        was = self._residency_of(pool)
         if to != "cold" and self._residency.can_save(pool):
             await self._residency.save(pool)
             pool = self._evictable(pool_id)
@@ -85,7 +86,15 @@ class Keeping:
         freed = await self._drop([pool])
         if to == "cold":
             await self._residency.forget_saved(pool)
-        return pool_answer(pool) | {"residency": self._residency_of(pool), "freed": freed}
+        holder = self._tree.holder(pool.pool_id) if pool.pool_id in self._tree else None
+        return pool_answer(pool) | {
+            "seq_id": holder.seq_id if holder is not None else None,
+            "residency": "resident" if holder is not None else pool.residency,
+            "was": was,
+            "held_by": holder.pool_id if holder is not None else None,
+            "warm_bytes": self._views.saved_bytes(pool),
+            "freed": freed,
+        }
 
     def _evictable(self, pool_id: PoolId) -> Pool:
         pool = self._tree.get(pool_id)
@@ -140,12 +149,13 @@ class Keeping:
     def _residency_of(self, pool: Pool) -> str:
         return "resident" if self._tree.holder(pool.pool_id) is not None else pool.residency
 
-    def _answer(self, pool: Pool) -> dict[str, Any]:
+    def _answer(self, pool: Pool, *, changed: bool) -> dict[str, Any]:
         held = self._residency.held(pool)
         return pool_answer(pool) | {
             "seq_id": held.seq_id if held is not None else None,
             "residency": self._residency_of(pool),
             "pinned": pool.pin,
+            "changed": changed,
             "pinned_cells": self._retention.n_pinned_cells(),
             "budget_cells": self._retention.n_budget_cells(),
         }

@@ -132,12 +132,13 @@ class PoolWork:
             )
         now_s = self._clock()
         pool = self._tree.commit(plan, now_s=now_s, branch_pos=branch_pos, pin=order.pin, ttl_s=order.ttl_s)
+        same_as = min((twin.pool_id for twin in self._tree.twins(pool.pool_id) if twin is not pool), default=None)
         self._tree_changed()
         await self._residency.adopt(pool, made)
         self._learn_messages(pool, order.source)
         await self._keep(pool)
         log.info("pool %s: [%d, %d) in sequence %d", pool.label, pool.branch_pos, pool.prefix_len, made.seq)
-        return pool_answer(pool) | {"materialize_ms": round((now_s - began_s) * 1e3, 1)}
+        return pool_answer(pool) | {"materialize_ms": round((now_s - began_s) * 1e3, 1), "same_as": same_as}
 
     async def _keep(self, pool: Pool) -> None:
         """Write a pool down before anybody is told its id. Raises JournalFailed (503); then it is gone again.

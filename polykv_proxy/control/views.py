@@ -234,6 +234,10 @@ class Views:
         """Cells that each pool owns; those without any are absent."""
         return self._ledger.accounts().own_cells
 
+    def saved_bytes(self, pool: Pool) -> int:
+        """Bytes that are saved of a pool outside the cache."""
+        return sum(state.n_bytes for state in self._saved.of_content(pool.tokens_hash, pool.prefix_len))
+
     def kv_bytes(self, n_cells: int | None) -> int | None:
         stats = self._watch.stats
         return kv_bytes(n_cells, stats.kv_bytes_per_token if stats is not None else None)

@@ -70,12 +70,16 @@ class PoolMade(PoolState):
     """A pool that is there now."""
 
     materialize_ms: Annotated[float, Field(ge=0)]
+    same_as: Annotated[int, Field(ge=1)] | None
+    """The oldest other pool with the very same tokens, whose cells it can share; null: there is none."""
 
 
 class PoolPinned(PoolState):
     """A pool that was pinned or unpinned."""
 
     pinned: bool
+    changed: bool
+    """false: it was so before."""
     pinned_cells: Count
     """Cells of all pinned pools and what they inherit, each once."""
     budget_cells: Count | None
@@ -224,8 +228,14 @@ class Released(_Shape):
 
 
 class PoolEvicted(PoolState):
-    """A pool that gave its sequence."""
+    """A pool that has no sequence of its own any more."""
 
+    was: Residency
+    """Where it was before. ``cold``: there was nothing to save, and nothing to drop."""
+    held_by: Annotated[int, Field(ge=1)] | None
+    """Another pool, whose sequence holds all of it: it is still resident."""
+    warm_bytes: Count
+    """What is saved of it now."""
     freed: Freed
 
 
@@ -259,6 +269,8 @@ class Matched(_Shape):
     """What a request would get."""
 
     pool_id: int | None
+    name: str | None
+    """The pool's, if it has one."""
     prefix_n_tokens: Count
     uncached_n_tokens: Count
     miss_reason: MissReason | None

@@ -157,6 +157,7 @@ class ContractServer:
             "seq_id": pool.seq_id,
             "residency": pool.residency,
             "materialize_ms": 6200.4,
+            "same_as": min((twin.pool_id for twin in self.tree.twins(pool.pool_id) if twin is not pool), default=None),
         }
 
     def resident(self, pool: Pool) -> Pool:

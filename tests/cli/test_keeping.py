@@ -4,6 +4,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator
+from typing import Any
 
 import httpx
 import pytest
@@ -13,6 +14,7 @@ from typer.testing import CliRunner, Result
 
 from polykv_proxy.app import make_app
 from polykv_proxy.cli import app
+from polykv_proxy.cli.output import human_bytes
 from polykv_proxy.cli.pool_tree import draw_tree
 from polykv_proxy.config import load_settings
 from tests.cli.contract_server import ContractServer
@@ -43,7 +45,7 @@ async def test_pin_unpin_evict_flush(proxy: str) -> None:
     await ctl(proxy, "pools", "create", "--prompt", "x" * 100, "--name", "base")
     await ctl(proxy, "pools", "create", "--prompt", "y" * 100, "--name", "other")
     pinned = await ctl(proxy, "pools", "pin", "base")
-    assert pinned.stdout.splitlines() == ["pool 1 (base): pinned, resident", "pinned       100 of 163 cells"]
+    assert pinned.stdout.splitlines() == ["pool 1 (base): pinned; resident", "pinned       100 of 163 cells"]
     refused = await ctl(proxy, "pools", "pin", "other")
     assert (refused.exit_code, refused.stdout, len(refused.stderr.splitlines())) == (1, "", 1)
     assert "this pin would make it 200, and the budget is 163" in refused.stderr
@@ -65,6 +67,62 @@ async def test_pin_unpin_evict_flush(proxy: str) -> None:
     assert (wrong.exit_code, len(wrong.stderr.splitlines())) == (2, 1)
     unknown = await ctl(proxy, "pools", "pin", "nobody")
     assert (unknown.exit_code, "pool_not_found" in unknown.stderr) == (1, True)
+
+
+async def test_what_there_was_nothing_to_do_for_is_said() -> None:
+    """Cold, warm, held by another, pinned already: each in its own words, and exit status 0."""
+    async with FakeEngine(save_ram=1 << 24) as engine:
+        settings = load_settings(upstream_url=engine.url, state=":memory:")
+        async with TestServer(make_app(settings)) as server:
+            proxy = str(server.make_url("/")).rstrip("/")
+
+            async def told(*args: str) -> str:
+                result = await ctl(proxy, "pools", *args)
+                assert (result.exit_code, result.stderr) == (0, ""), result.stderr
+                return result.stdout.splitlines()[0]
+
+            await told("create", "--prompt", "x" * 1000, "--name", "a")
+            assert await told("pin", "a") == "pool 1 (a): pinned; resident"
+            assert await told("pin", "a") == "pool 1 (a): pinned, as it was before; resident"
+            assert await told("unpin", "a") == "pool 1 (a): not pinned; resident"
+            assert await told("unpin", "a") == "pool 1 (a): not pinned, as it was before; resident"
+            size = human_bytes((await shown(proxy, "evict", "a", "--to", "warm"))["warm_bytes"])
+            assert await told("evict", "a", "--to", "warm") == f"pool 1 (a): warm as before, {size} saved"
+            assert await told("evict", "a", "--to", "cold") == "pool 1 (a): cold; what was saved of it is forgotten"
+            for to in (["--to", "warm"], ["--to", "cold"], []):
+                assert await told("evict", "a", *to) == (
+                    "pool 1 (a): cold as before: nothing of it was in the cache or saved, "
+                    "so there was nothing to save or drop"
+                )
+            assert await told("flush", "a") == (
+                "nothing to evict: neither this pool nor any below it has a sequence in the cache"
+            )
+            await told("pin", "a")
+            await told("fork", "a", "--prompt", "x" * 1000 + "y")
+            assert await told("evict", "a") == (
+                "pool 1 (a): still resident: its own sequence is free, and that of pool 2 holds all of it"
+            )
+            assert await told("evict", "a") == (
+                "pool 1 (a): still resident: it had no sequence of its own, and that of pool 2 holds all of it"
+            )
+
+
+async def shown(proxy: str, *args: str) -> dict[str, Any]:
+    result = await ctl(proxy, "pools", *args, "--json")
+    answer: dict[str, Any] = json.loads(result.stdout)
+    return answer
+
+
+async def test_the_same_tokens_again_are_noted_beside_the_answer(proxy: str) -> None:
+    made = await ctl(proxy, "pools", "create", "--prompt", "x" * 40, "--name", "a")
+    assert (made.exit_code, made.stderr) == (0, "")
+    for more in ([], ["--json"]):
+        made = await ctl(proxy, "pools", "create", "--prompt", "x" * 40, *more)
+        assert (made.exit_code, made.stderr.splitlines()) == (
+            0,
+            ["note: pool 1 has the very same tokens; release one of them if nobody needs both"],
+        )
+    assert json.loads(made.stdout)["same_as"] == 1
 
 
 async def test_sessions_are_listed_shown_and_forgotten(proxy: str) -> None:
@@ -115,4 +173,4 @@ def test_the_tree_says_how_long_unused_pools_are_kept() -> None:
             assert (lines[1].split()[-1], lines[2].split("resident ")[-1].strip()) == ("resident", said), lines
         server.grace_end_s = 0.0
         view = json.loads(runner.invoke(app, ["pools", "tree", "--json", "--url", server.url]).stdout)
-    assert str(draw_tree(view).rows[-1].last) == "resident grace over"
+    assert [part.plain for part in draw_tree(view).rows[-1].last] == ["resident", "grace", "over"]

@@ -36,15 +36,15 @@ async def test_messages_from_a_file_and_from_stdin(proxy: str, tmp_path: Path) -
     file.write_text(json.dumps({"messages": [SYSTEM, ASK, ASK], "temperature": 1}))
     told = await match(proxy, "--messages", str(file))
     assert (told.exit_code, told.stderr) == (0, "")
-    assert told.stdout.startswith("pool 1: ")
+    assert told.stdout.startswith("pool 1 (base): ")
     assert len(told.stdout.splitlines()) == 1
     edited = json.dumps([SYSTEM, ASK | {"content": "Why?"}])
     told = await match(proxy, "--messages", "-", "--pool", "base", stdin=edited)
     assert told.stdout.splitlines()[1].startswith("diverged: the prompt leaves the pool of ")
     assert told.stdout.splitlines()[1].endswith(", in message 1")
     answer = json.loads((await match(proxy, "--messages", "-", "--pool", "1", "--json", stdin=edited)).stdout)
-    assert answer.keys() == {"pool_id", "prefix_n_tokens", "uncached_n_tokens", "miss_reason", "divergence"}
-    assert (answer["pool_id"], answer["divergence"]["message"]) == (1, 1)
+    assert answer.keys() == {"pool_id", "name", "prefix_n_tokens", "uncached_n_tokens", "miss_reason", "divergence"}
+    assert (answer["pool_id"], answer["name"], answer["divergence"]["message"]) == (1, "base", 1)
 
 
 async def test_tokens_and_prompts(proxy: str, tmp_path: Path) -> None:

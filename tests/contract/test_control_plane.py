@@ -21,6 +21,7 @@ MADE = {
     "seq_id",
     "residency",
     "materialize_ms",
+    "same_as",
 }
 TOP = {"pools", "tree_depth", "seq_ids_used", "seq_ids_max", "kv_cells_used", "kv_cells_total"}
 POOL = {
@@ -147,7 +148,7 @@ async def test_match_says_what_a_request_would_get_and_changes_nothing(engine: F
     before = (await proxy.client.get("/polykv/pools")).json()
     for asked in ({"prompt": TEXT + "Go."}, {"tokens": list((TEXT + "Go.").encode())}):
         answer = (await proxy.client.post("/polykv/match", json=asked)).json()
-        wanted = {"pool_id": 1, "prefix_n_tokens": len(TEXT), "uncached_n_tokens": 3, "miss_reason": None}
+        wanted = {"pool_id": 1, "name": None, "prefix_n_tokens": len(TEXT), "uncached_n_tokens": 3, "miss_reason": None}
         assert answer == wanted | {"divergence": None}
         receipt = await ask(proxy, asked.get("prompt", asked.get("tokens")))
         assert (receipt["pool_id"], receipt["prefix_n_tokens"]) == (1, len(TEXT))

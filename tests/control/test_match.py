@@ -46,6 +46,7 @@ async def test_tokens_need_no_rendering_and_an_engine_that_was_there_once(plane)
     told = await match(plane, tokens=[*range(40), 1])
     assert told == {
         "pool_id": 1,
+        "name": "a",
         "prefix_n_tokens": 40,
         "uncached_n_tokens": 1,
         "miss_reason": None,

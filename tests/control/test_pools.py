@@ -24,8 +24,21 @@ async def test_create_answers_as_the_contract_says(plane):
         "prefix_len": 3,
         "own_n_tokens": 3,
         "residency": "resident",
+        "same_as": None,
     }
     assert plane.headers["Location"] == "/polykv/pools/1"
+
+
+async def test_a_pool_with_the_tokens_of_another_says_so(plane):
+    """Whichever way they were made; the oldest is named, and what is released does not count."""
+    await plane.create(tokens=[1, 2, 3], name="root")
+    assert (await plane.create(tokens=[1, 2, 3]))["same_as"] == 1
+    assert (await plane.create(tokens=[1, 2, 3]))["same_as"] == 1
+    assert (await plane.create(tokens=[1, 2, 3, 4]))["same_as"] is None
+    assert (await plane.fork("root", own_tokens=[4]))["same_as"] == 4
+    assert (await plane.fork("root", tokens=[1, 2, 5]))["same_as"] is None
+    await plane.call("DELETE", "/polykv/pools/1?recursive=true")
+    assert (await plane.create(tokens=[1, 2, 3]))["same_as"] == 2
 
 
 async def test_prompt_and_messages_are_tokenized_by_the_engine(plane):
@@ -307,6 +320,7 @@ async def test_match_is_a_dry_run(plane):
     _, answer = await plane.call("POST", "/polykv/match", {"prompt": "You are an agent. Hello"})
     assert answer == {
         "pool_id": 1,
+        "name": "a",
         "prefix_n_tokens": 18,
         "uncached_n_tokens": 5,
         "miss_reason": None,

@@ -363,6 +363,28 @@ async def test_evict_drops_the_cells_and_keeps_the_pool(plane):
         await plane.refused(404, "pool_not_found", "POST", f"/polykv/pools/none/{verb}")
 
 
+async def test_what_was_so_before_is_said(plane):
+    """An order that found nothing to do is answered 200 all the same: it can be repeated."""
+    await plane.create(tokens=[1] * 300, name="a")
+    changed = [
+        (await plane.call("POST", f"/polykv/pools/a/{verb}"))[1]["changed"] for verb in ("unpin", "pin", "pin", "unpin")
+    ]
+    assert changed == [False, True, False, True]
+    told = [(await plane.call("POST", "/polykv/pools/a/evict"))[1] for _ in range(2)]
+    assert [(answer["was"], answer["residency"]) for answer in told] == [("resident", "cold"), ("cold", "cold")]
+    assert [answer["freed"]["seq_ids"] for answer in told] == [1, 0]
+    assert {(answer["held_by"], answer["warm_bytes"]) for answer in told} == {(None, 0)}
+
+
+async def test_evicting_what_another_holds_names_that_one(plane):
+    await plane.create(tokens=[1] * 300, name="root")
+    child = await plane.fork("root", own_tokens=[2] * 10)
+    for n in (1, 0):
+        _, answer = await plane.call("POST", "/polykv/pools/root/evict")
+        assert (answer["was"], answer["residency"], answer["held_by"]) == ("resident", "resident", 2)
+        assert (answer["seq_id"], answer["freed"]["seq_ids"]) == (child["seq_id"], n)
+
+
 async def test_evict_waits_for_nobody_and_takes_nothing_from_a_running_request(plane):
     await plane.create(tokens=[1] * 100, name="a")
     plan = await decide(plane, [1] * 101, pool_ref="a")

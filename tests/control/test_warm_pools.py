@@ -189,8 +189,14 @@ async def test_saved_once_a_pool_is_not_saved_again(plane):
 async def test_evict_to_cold_forgets_what_is_saved(plane):
     await plane.create(tokens=[1] * 300, name="a")
     await evict(plane, "a", "warm")
+    [state] = plane.control.saved
+    answer = await evict(plane, "a", "warm")
+    assert (answer["was"], answer["residency"], answer["warm_bytes"]) == ("warm", "warm", state.n_bytes)
     answer = await evict(plane, "a", "cold")
-    assert (answer["residency"], answer["freed"]["seq_ids"]) == ("cold", 0)
+    assert (answer["was"], answer["residency"], answer["warm_bytes"]) == ("warm", "cold", 0)
+    assert answer["freed"]["seq_ids"] == 0
+    answer = await evict(plane, "a", "warm")
+    assert (answer["was"], answer["residency"], answer["warm_bytes"]) == ("cold", "cold", 0)
     assert ((await shown(plane, "a"))["warm_bytes"], plane.engine.saved.ram, plane.engine.saved.files) == (0, {}, [])
 
 
