@@ -13,9 +13,14 @@ ledger     who holds which cells
 sequences  the engine's sequences: order, find again, give back
 holdings   how many cells pools and slots hold, alone and together
 room       cells: does it fit, who leaves, who waits for whom
+fan_out    requests that begin alike prefill that once
+alike      which prompts begin alike (pure)
+automatic  pools that nobody ordered, and their ageing
 attach     which pool a request gets, how far, and why not further
 compare    a prompt against the pools
 dry_run    what a request would get
+saved      the warm tier: what the engine has saved (``saved_books``, ``warmth``, ``loading``, ``leaving``, ``tier``)
+parking    conversations without a slot (``slot_states``)
 sources    from prompts, messages and sessions to tokens
 snapshots  a slot's context as a pool
 seen       conversations that need not be rendered again (pure)

@@ -156,7 +156,7 @@ class Attacher:
 
     async def _choose(self, request: AttachRequest, named: Pool | None) -> Comparison:
         """The pool and how far. Raises Unpooled, ExplicitPrefixTooLong."""
-        prompts: list[Tokens] | None = None
+        prompts = list(request.prompts) if request.prompts is not None else None
         if request.pool_ref is not None and named is None:
             raise Unpooled("no_pool")
         if request.pool_ref is None and request.legacy_slot is not None:

@@ -65,6 +65,11 @@ class Comparer:
         self.seen = SeenBook()
         self._version = 0
 
+    @property
+    def version(self) -> int:
+        """Changes with the tree."""
+        return self._version
+
     async def compare(
         self, request: AttachRequest, named: Pool | None, prompts: list[Tokens] | None = None
     ) -> Comparison:

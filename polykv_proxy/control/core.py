@@ -10,20 +10,22 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from polykv_proxy.config import Settings
 from polykv_proxy.control.attach import Attacher
+from polykv_proxy.control.automatic import AutomaticPools
 from polykv_proxy.control.compare import Comparer
 from polykv_proxy.control.diagnosis import boot_lines, collect_facts
 from polykv_proxy.control.dry_run import DryRun
+from polykv_proxy.control.fan_out import FanOut
 from polykv_proxy.control.keeping import Keeping
 from polykv_proxy.control.lease import TTL_S, Lease
 from polykv_proxy.control.leaving import IdlePools
 from polykv_proxy.control.orders import AttachPlan, AttachRequest, CreatePool, ForkPool, Outcome
 from polykv_proxy.control.parking import Parking
 from polykv_proxy.control.permission import Permission
-from polykv_proxy.control.pools import PoolWork
 from polykv_proxy.control.readings import Readings, take_readings
 from polykv_proxy.control.residency import Residency
 from polykv_proxy.control.restore import Restorer
@@ -190,7 +192,9 @@ class Control:
             restorer=self.restorer,
             residency=self.residency,
         )
-        self.pools = PoolWork(
+        self.pools = AutomaticPools(
+            forget_after_s=settings.session_idle_s,
+            idle_tax=lambda: self.tier.facts().idle_tax,
             tree=self.tree,
             sessions=self.sessions,
             engine=self.engine,
@@ -205,6 +209,17 @@ class Control:
             tree_changed=self.comparer.forget_deepest,
             learn_pool=self.comparer.learn_pool,
             clock=clock,
+        )
+        self.fan_out = FanOut(
+            tree=self.tree,
+            sessions=self.sessions,
+            slots=self.slots,
+            watch=self.watch,
+            comparer=self.comparer,
+            pools=self.pools,
+            may_change=lambda: self.owns_engine,
+            clock=clock,
+            min_tokens=settings.auto_pool_min_tokens if settings.mode == "auto" else 0,
         )
         self.keeping = Keeping(
             tree=self.tree,
@@ -255,6 +270,7 @@ class Control:
         for task in self._working:
             task.cancel()
         await asyncio.gather(*self._working, return_exceptions=True)
+        await self.fan_out.stop()
         await self.parking.stop()
         await self.watch.stop()
         await self.idle_pools.stop()
@@ -375,8 +391,10 @@ class Control:
     # The data plane ------------------------------------------------------------------------------------------------
 
     async def decide_attach(self, request: AttachRequest) -> AttachPlan:
-        """Decide which pool a request gets, and wait until it is resident. See ``attach``."""
-        return await self.attach.decide(request)
+        """Decide which pool a request gets, and wait until it is resident. See ``fan_out``, ``attach``."""
+        request, waited_s = await self.fan_out.join(request)
+        plan = await self.attach.decide(request)
+        return replace(plan, waited_s=plan.waited_s + waited_s) if waited_s else plan
 
     def settle(self, plan: AttachPlan, outcome: Outcome) -> str | None:
         """Count a request that ended, and give the miss reason of its receipt."""
@@ -440,6 +458,7 @@ class Control:
             self.restorer.bring_back()
             self.parking.tend()
             self.idle_pools.tend()
+            await self.pools.tidy()
 
     async def _in_own_task(self, work: Coroutine[Any, Any, Made]) -> Made:
         """Let it finish whatever happens to the caller."""

@@ -138,8 +138,9 @@ class PoolMaker(EngineSequences, ABC):
             return made
         return None
 
-    async def snapshot(self, id_slot: int, what: str) -> Materialized:
-        """Share all cells of a slot, and get their tokens. Adopt it or give it back in the same step.
+    async def snapshot(self, id_slot: int, what: str, *, n_tokens: int | None = None) -> Materialized:
+        """Share a slot's cells: all, and get their tokens, or the first ``n_tokens``. Adopt it or give it back in the
+        same step.
 
         Raises:  SessionNotResident, SeqIdsExhausted, SharingUnsupported
         """
@@ -148,12 +149,13 @@ class PoolMaker(EngineSequences, ABC):
         try:
             await self._make_sequence()
             self.ledger.sync()
+            n_shared = -1 if n_tokens is None else n_tokens
             try:
-                made = await self._engine.snapshot(id_slot, tag=tag, want_tokens=True)
+                made = await self._engine.snapshot(id_slot, tag=tag, n_tokens=n_shared, want_tokens=n_tokens is None)
             except SeqIdsExhausted as e:
                 if not await self._made_more_room(e, 0):
                     raise
-                made = await self._engine.snapshot(id_slot, tag=tag, want_tokens=True)
+                made = await self._engine.snapshot(id_slot, tag=tag, n_tokens=n_shared, want_tokens=n_tokens is None)
             self.require_period(period)
         except BaseException:
             self.unsure = True

@@ -6,6 +6,8 @@ from typing import Any
 from polykv_proxy.control.seen import Seen
 from polykv_proxy.errors import InvariantError
 from polykv_proxy.ids import PoolId, SeqId, SessionId
+from polykv_proxy.sessions import Turn
+from polykv_proxy.tree.prefix import Tokens
 
 _KINDS = ("tokens", "own_tokens", "prompt", "messages", "from_session")
 
@@ -62,6 +64,8 @@ class AttachRequest:
     ``shareable`` False: its own fields forbid sharing (``incompatible``), so only its cells matter.
     ``has_media``: only the engine can say how many tokens it has.
     ``takes_a_slot`` False: it stands in no line of ours for one.
+    ``turn``, ``n_bytes``: what the book of sessions calls it, and the length of its body: with them it can wait for
+    others that begin alike. ``prompts``: its tokens, when it was rendered for that.
     """
 
     path: str
@@ -75,6 +79,9 @@ class AttachRequest:
     shareable: bool = True
     has_media: bool = False
     takes_a_slot: bool = True
+    turn: Turn | None = None
+    n_bytes: int = 0
+    prompts: tuple[Tokens, ...] | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ between two awaits are the critical sections: an engine's answer is committed in
 
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 from polykv_proxy.control.orders import CreatePool, ForkPool, Source
@@ -29,7 +29,7 @@ from polykv_proxy.ids import PoolId, SeqId, SessionId, SlotId
 from polykv_proxy.sessions import SessionBook
 from polykv_proxy.store import Journal
 from polykv_proxy.tree.pool import Pool, PoolPlan
-from polykv_proxy.tree.prefix import Tokens, lcp_tokens, make_tokens
+from polykv_proxy.tree.prefix import Tokens, make_tokens
 from polykv_proxy.tree.tree import PoolTree
 from polykv_proxy.upstream import EngineClient, Materialized
 
@@ -64,7 +64,6 @@ class PoolWork:
         self._views, self._clock = views, clock
         self._require_sharing, self._tree_changed, self._learn_pool = require_sharing, tree_changed, learn_pool
         self._journal, self._model = journal, model
-        self._of_slot: dict[SlotId, PoolId] = {}
 
     async def create(self, order: CreatePool) -> dict[str, Any]:
         await self._require_sharing()
@@ -278,38 +277,6 @@ class PoolWork:
         except BaseException:
             await self._residency.give_back(SeqId(made.seq))
             raise
-
-    async def of_slot(self, slot_id: SlotId, prompts: Sequence[Tokens]) -> Pool | None:
-        """The pool that is a slot's context right now: an existing one, else a new anonymous one (marked ``auto``).
-
-        None when these prompts have nothing in common with it: then nothing is kept. A slot has one such pool at most.
-        """
-        made, tokens = await self._snapshots.of_slot(slot_id, "slot")
-        match = self._tree.match(tokens)
-        known = match is not None and match.whole and match.prefix_n_tokens == len(tokens)
-        fits = all(lcp_tokens(tokens, prompt) for prompt in prompts)
-        if known or not fits:
-            await self._residency.give_back(SeqId(made.seq))
-            return self._tree.find(match.pool_id) if match is not None and fits else None
-        plan = await self._plan_or_give_back(made, lambda: self._tree.plan_root(tokens))
-        pool = self._tree.commit(plan, now_s=self._clock(), auto=True)
-        self._tree_changed()
-        await self._residency.adopt(pool, made)
-        await self._keep(pool)
-        last, self._of_slot[slot_id] = self._of_slot.get(slot_id), pool.pool_id
-        if last is not None:
-            await self._let_go(last)
-        return pool
-
-    async def _let_go(self, pool_id: PoolId) -> None:
-        """Release an automatic pool, unless somebody needs it: then it stays until it is evicted."""
-        pool = self._tree.find(pool_id)
-        if pool is None or not pool.auto or self._tree.children(pool_id) or pool_id in self._residency.in_use():
-            return
-        with contextlib.suppress(PoolInUse, PoolHasChildren):
-            await self._take_off(pool_id)
-            with contextlib.suppress(JournalFailed):  # the journal said so, and tries again
-                await self._journal.pools_released([pool_id])
 
 
 @contextlib.contextmanager

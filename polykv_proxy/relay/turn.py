@@ -113,9 +113,9 @@ class TurnRelay:
     async def _decide(self, session: Session) -> None:
         call, receipt = self._call, self._receipt
         fields, attach = call.fields, self._control.attach
-        if not (call.explicit or call.incompatible or len(self._control.tree)) and attach.admission.lets_in(
-            len(call.raw), session.session_id
-        ):
+        n_bytes = len(call.raw)
+        asks = call.explicit or call.incompatible or len(self._control.tree) or self._control.fan_out.concerns(n_bytes)
+        if not asks and attach.admission.lets_in(n_bytes, session.session_id):
             return
         plan = self._plan = await self._control.decide_attach(
             AttachRequest(
@@ -130,6 +130,8 @@ class TurnRelay:
                 shareable=not call.incompatible,
                 has_media=call.has_media,
                 takes_a_slot=call.own_slot is None,
+                turn=self._turn,
+                n_bytes=n_bytes,
             )
         )
         receipt.pool_id, receipt.miss_reason = plan.pool_id, plan.miss_reason

@@ -569,7 +569,10 @@ async def test_who_comes_back_while_it_is_taken_out_of_the_cache(engine: FakeEng
 
 
 async def test_when_cells_are_low_sessions_leave_at_once(make_proxy: ProxyMaker) -> None:
-    async with FakeEngine(save_ram=RAM, n_cells=960) as engine, make_proxy(engine.url) as proxy:
+    async with (
+        FakeEngine(save_ram=RAM, n_cells=960) as engine,
+        make_proxy(engine.url, auto_pool_min_tokens=0) as proxy,
+    ):
         for i in range(3):
             assert engine.cache.used() == i * (len(SYSTEM) + 68)
             await Agent(proxy, f"agent-{i}").say("x" * 60)

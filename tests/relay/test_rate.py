@@ -1,9 +1,11 @@
 """Messages and Responses in one piece carry no timings: their rate is what the engine's stats say of the task."""
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+import pytest_asyncio
 from aiohttp import web
 
 from polykv_proxy.ids import SlotId
@@ -13,10 +15,17 @@ from polykv_proxy.upstream import Stats
 from polykv_proxy.upstream.wire import FinishedTask, SlotStats
 from tests.fake_engine import FakeEngine
 from tests.fake_engine.faults import Action
-from tests.relay.conftest import Proxy
+from tests.relay.conftest import Proxy, ProxyMaker
 from tests.relay.dialect_cases import body_of, receipt_at
 
 SILENT = ["/v1/messages", "/v1/responses"]
+
+
+@pytest_asyncio.fixture
+async def alone(engine: FakeEngine, make_proxy: ProxyMaker) -> AsyncIterator[Proxy]:
+    """Nobody looks whether others begin alike."""
+    async with make_proxy(engine.url, auto_pool_min_tokens=0) as proxy:
+        yield proxy
 
 
 def rates(engine: FakeEngine, of_slot: dict[int, float], **more: Any) -> Action:
@@ -57,8 +66,10 @@ async def test_of_the_slot_it_ran_in(engine: FakeEngine, proxy: Proxy, path: str
 
 @pytest.mark.parametrize("path", SILENT)
 async def test_an_engine_that_does_not_say_it_in_time_costs_100_ms_at_most(
-    engine: FakeEngine, proxy: Proxy, path: str
+    engine: FakeEngine, alone: Proxy, path: str
 ) -> None:
+    proxy = alone
+
     async def late(_request: web.Request) -> None:
         await asyncio.sleep(2)
 
@@ -72,8 +83,8 @@ async def test_an_engine_that_does_not_say_it_in_time_costs_100_ms_at_most(
     assert "x-session-tps" not in answer.headers
 
 
-async def test_nobody_asks_when_the_reply_says_it_or_has_no_receipt(engine: FakeEngine, proxy: Proxy) -> None:
-    asked = 0
+async def test_nobody_asks_when_the_reply_says_it_or_has_no_receipt(engine: FakeEngine, alone: Proxy) -> None:
+    proxy, asked = alone, 0
 
     async def count(_request: web.Request) -> None:
         nonlocal asked

@@ -1,0 +1,204 @@
+"""Which recent prompts begin alike, told from their bodies before anybody has rendered them. Pure.
+
+Two prompts can only share ``min_tokens`` tokens if their bodies share some beginning: that of their tools, or that of
+system prompt and messages. So a body is filed under both beginnings, and only what meets another there is rendered and
+compared token by token. A prompt that is like nobody's costs two hashes.
+
+What was rendered in vain is remembered by the bytes that were alike (``settle``): the hundredth agent with one system
+prompt is not compared again with the other ninety-nine.
+
+Units:  bytes where nothing is said; ``n_tokens`` in tokens
+"""
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+import xxhash
+
+from polykv_proxy.ids import SessionId
+from polykv_proxy.sessions import Session, Turn
+from polykv_proxy.tree.prefix import Tokens
+
+MAX_PROMPTS = 256
+MAX_BYTES = 64 << 20
+"""Bodies are kept until they are rendered, prompts as tokens after that; the oldest go first."""
+
+MAX_TEXT = 256 << 10
+"""Beginnings are compared so far; what is alike to there counts as alike."""
+
+MAX_SETTLED = 4096
+GRAIN = 256
+"""Beginnings that end within so many bytes are settled together."""
+
+_SORTED = orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS
+
+
+@dataclass(slots=True, eq=False)
+class Prompt:
+    """One request's. ``tokens``: None until it was rendered; then ``body`` is empty."""
+
+    number: int
+    turn: Turn
+    path: str
+    body: Mapping[str, Any]
+    n_bytes: int
+    text: bytes
+    tools_hash: int
+    n_tools: int
+    tokens: Tokens | None = None
+
+    @property
+    def session(self) -> Session:
+        return self.turn.session
+
+    @property
+    def runs(self) -> bool:
+        """Its request has not ended."""
+        return self.turn.turn_id in self.session.turns
+
+    @property
+    def weight(self) -> int:
+        """Of memory, about."""
+        return len(self.text) + (self.n_bytes if self.tokens is None else 4 * len(self.tokens))
+
+
+@dataclass(slots=True)
+class PromptBook:
+    """``min_tokens``: beginnings that are shorter are nobody's business."""
+
+    min_tokens: int
+    _prompts: OrderedDict[int, Prompt] = field(default_factory=OrderedDict)
+    _by_beginning: dict[tuple[str, int], dict[int, Prompt]] = field(default_factory=lambda: defaultdict(dict))
+    _of_session: dict[SessionId, dict[int, Prompt]] = field(default_factory=lambda: defaultdict(dict))
+    _settled: OrderedDict[tuple[int, int], int] = field(default_factory=OrderedDict)
+    _n_bytes: int = 0
+    _n_entered: int = 0
+
+    @property
+    def min_bytes(self) -> int:
+        """So much two bodies share at least whose prompts share ``min_tokens``: a token of text is a byte or more, and
+        half of them may be the template's own.
+        """
+        return max(1, self.min_tokens // 2)
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def enter(self, turn: Turn, path: str, body: Mapping[str, Any], n_bytes: int) -> Prompt | None:
+        """File a request's prompt in place of what its session said before; None: it is too short to matter."""
+        text, tools = _beginning(path, body)
+        if len(text) < self.min_bytes and len(tools) < self.min_bytes:
+            return None
+        for prompt in list(self._of_session.get(turn.session.session_id, {}).values()):
+            if not prompt.runs or prompt.turn is turn:
+                self.leave_out(prompt)
+        self._n_entered += 1
+        tools_hash = xxhash.xxh3_64_intdigest(tools)
+        prompt = Prompt(self._n_entered, turn, path, body, n_bytes, text, tools_hash, len(tools))
+        self._prompts[prompt.number] = prompt
+        self._of_session[turn.session.session_id][prompt.number] = prompt
+        for key in self._keys(prompt):
+            self._by_beginning[key][prompt.number] = prompt
+        self._n_bytes += prompt.weight
+        while len(self._prompts) > MAX_PROMPTS or (self._n_bytes > MAX_BYTES and len(self._prompts) > 1):
+            self.leave_out(next(iter(self._prompts.values())))
+        return prompt
+
+    def rendered(self, prompt: Prompt, tokens: Tokens) -> None:
+        """From here on the tokens tell what the body did."""
+        is_filed = prompt.number in self._prompts
+        before = prompt.weight
+        prompt.tokens, prompt.body = tokens, {}
+        if is_filed:
+            self._n_bytes += prompt.weight - before
+
+    def alike(self, prompt: Prompt) -> list[Prompt]:
+        """Others' that may begin alike, what shares most bytes first. A session's own count only while both run."""
+        found: dict[int, Prompt] = {}
+        for key in self._keys(prompt):
+            found.update(self._by_beginning.get(key, {}))
+        others = [
+            other
+            for other in found.values()
+            if other is not prompt and (other.session is not prompt.session or (other.runs and prompt.runs))
+        ]
+        return sorted(others, key=lambda other: -alike_bytes(prompt, other))
+
+    def leave_out(self, prompt: Prompt) -> None:
+        """It is of no use any more."""
+        if self._prompts.pop(prompt.number, None) is None:
+            return
+        self._n_bytes -= prompt.weight
+        _discard(self._of_session, prompt.session.session_id, prompt.number)
+        for key in self._keys(prompt):
+            _discard(self._by_beginning, key, prompt.number)
+
+    # What was compared before ---------------------------------------------------------------------------------------
+
+    def is_settled(self, prompt: Prompt, n_alike: int, version: int) -> bool:
+        """Prompts that begin with these ``n_alike`` bytes were compared, and no pool would have been worth it."""
+        return self._settled.get(_settled_key(prompt, n_alike)) == version
+
+    def settle(self, prompt: Prompt, n_alike: int, version: int) -> None:
+        """``version``: of what there was to attach to; when something of it is gone all is open again."""
+        self._settled[_settled_key(prompt, n_alike)] = version
+        self._settled.move_to_end(_settled_key(prompt, n_alike))
+        if len(self._settled) > MAX_SETTLED:
+            self._settled.popitem(last=False)
+
+    def _keys(self, prompt: Prompt) -> list[tuple[str, int]]:
+        keys = []
+        if len(prompt.text) >= self.min_bytes:
+            keys.append(("text", xxhash.xxh3_64_intdigest(prompt.text[: self.min_bytes])))
+        if prompt.n_tools >= self.min_bytes:
+            keys.append(("tools", prompt.tools_hash))
+        return keys
+
+
+def alike_bytes(one: Prompt, other: Prompt) -> int:
+    """How many bytes two bodies share at their beginning: the tools when they are the same, and text."""
+    n_tools = one.n_tools if one.tools_hash == other.tools_hash else 0
+    return n_tools + _common(one.text, other.text)
+
+
+def _settled_key(prompt: Prompt, n_alike: int) -> tuple[int, int]:
+    n_text = max(0, n_alike - prompt.n_tools) // GRAIN * GRAIN
+    return prompt.tools_hash, xxhash.xxh3_64_intdigest(prompt.text[:n_text])
+
+
+def _beginning(path: str, body: Mapping[str, Any]) -> tuple[bytes, bytes]:
+    """(text, tools), as bytes that are the same when they are."""
+    tools = body.get("tools")
+    tools_raw = orjson.dumps(tools, option=_SORTED) if tools else b""
+    if "prompt" in body:
+        prompt = body["prompt"]
+        raw = prompt.encode("utf-8", "surrogatepass") if isinstance(prompt, str) else orjson.dumps(prompt)
+        return raw[:MAX_TEXT], tools_raw
+    front = [body[key] for key in ("system", "instructions") if body.get(key)]
+    messages = body.get("input") if path.endswith("/responses") else body.get("messages")
+    if isinstance(messages, str):
+        messages = [messages]
+    said = [*front, *messages] if isinstance(messages, list) else front
+    return (orjson.dumps(said, option=_SORTED)[1:MAX_TEXT] if said else b""), tools_raw
+
+
+def _common(one: bytes, other: bytes) -> int:
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _discard(book: Any, key: Any, number: int) -> None:
+    filed = book.get(key)
+    if filed is not None:
+        filed.pop(number, None)
+        if not filed:
+            del book[key]

@@ -1,0 +1,343 @@
+"""Requests that begin alike, at the same time or one after the other: what they share is prefilled once."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from polykv_proxy.control.automatic import MAX_AUTO_POOLS
+from tests.fake_engine import FakeEngine, Hold, drop, reply
+from tests.relay.conftest import Proxy, ProxyMaker
+from tests.relay.dialect_cases import PATHS, SYSTEM, body_of, receipt_at
+from tests.relay.raw import until
+
+CHAT = "/v1/chat/completions"
+WORDS = ("Apples?", "Zebras!", "Moving on.", "1 and 2", "Brief: x", "[list]", "<b>", "never mind")
+
+
+@pytest_asyncio.fixture
+async def proxy(engine: FakeEngine, make_proxy: ProxyMaker) -> AsyncIterator[Proxy]:
+    async with make_proxy(engine.url, warm_after_s=0) as proxy:
+        yield proxy
+
+
+def n_tokens(engine: FakeEngine, path: str, text: str) -> int:
+    return len(engine.template.render(path, body_of(path, text))[0][0])
+
+
+def n_common(engine: FakeEngine, path: str) -> int:
+    """What all questions of this dialect begin with."""
+    one, other = (engine.template.render(path, body_of(path, text))[0][0] for text in WORDS[:2])
+    return next(i for i, (x, y) in enumerate(zip(one, other, strict=False)) if x != y)
+
+
+async def ask(proxy: Proxy, text: str, path: str = CHAT, *, stream: bool = False, **fields: Any) -> dict[str, Any]:
+    """Gives the receipt."""
+    answer = await proxy.client.post(path, json=body_of(path, text, stream=stream, session_id=text, **fields))
+    assert answer.status_code == 200, answer.text
+    return dict(receipt_at(path, answer.content, stream=stream))
+
+
+async def pools(proxy: Proxy) -> list[dict[str, Any]]:
+    listed = (await proxy.client.get("/polykv/pools")).json()["pools"]
+    return [dict(pool) for pool in listed]
+
+
+# At the same time ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("k", [2, 4, 8])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", PATHS)
+async def test_what_all_begin_with_is_prefilled_once(
+    engine: FakeEngine, proxy: Proxy, path: str, stream: bool, k: int
+) -> None:
+    hold = Hold()
+    engine.on(path, "prefill", hold)
+    first = asyncio.create_task(ask(proxy, WORDS[0], path, stream=stream))
+    await hold.reached()
+    others = [asyncio.create_task(ask(proxy, text, path, stream=stream)) for text in WORDS[1:k]]
+    await until(lambda: proxy.control.fan_out.n_waiting == k - 1)
+    assert len(engine.requests(path)) == 1, "nobody else is with the engine yet"
+    hold.release()
+    receipts = await asyncio.gather(first, *others)
+
+    n_shared = n_common(engine, path)
+    n_suffixes = sum(n_tokens(engine, path, text) - n_shared for text in WORDS[:k])
+    assert engine.n_prompt_cum == n_shared + n_suffixes
+    assert receipts[0]["cached_n_tokens"] == 0
+    assert [r["cached_n_tokens"] for r in receipts[1:]] == [n_shared] * (k - 1)
+    assert [r["miss_reason"] for r in receipts[1:]] == [None] * (k - 1)
+    (pool,) = await pools(proxy)
+    assert (pool["auto"], pool["pinned"], pool["name"], pool["prefix_len"]) == (True, False, None, n_shared)
+    assert {r["pool_id"] for r in receipts[1:]} == {pool["pool_id"]}
+    assert engine.cache.used() == n_shared + sum(len(s.tokens) - n_shared for s in engine.slots if s.tokens)
+    assert proxy.at_rest() == dict.fromkeys(proxy.at_rest(), 0)
+
+
+async def test_also_without_any_word_of_who_asks(engine: FakeEngine, proxy: Proxy) -> None:
+    engine.prefill_s = 0.001
+    bodies = [body_of(CHAT, text) for text in WORDS[:4]]
+    answers = await asyncio.gather(*(proxy.client.post(CHAT, json=body) for body in bodies))
+    assert [a.status_code for a in answers] == [200] * 4
+    n_shared = n_common(engine, CHAT)
+    assert engine.n_prompt_cum == n_shared + sum(n_tokens(engine, CHAT, text) - n_shared for text in WORDS[:4])
+
+
+async def test_the_others_go_on_while_the_first_still_decodes(engine: FakeEngine, proxy: Proxy) -> None:
+    hold = Hold()
+    engine.on(CHAT, "chunk:1", hold)
+    first = asyncio.create_task(ask(proxy, WORDS[0], stream=True))
+    await hold.reached()
+    receipts = await asyncio.gather(*(ask(proxy, text) for text in WORDS[1:4]))
+    assert [r["cached_n_tokens"] for r in receipts] == [n_common(engine, CHAT)] * 3
+    assert not first.done()
+    hold.release()
+    await first
+
+
+async def test_the_wait_is_told_as_hold(engine: FakeEngine, proxy: Proxy) -> None:
+    engine.prefill_s = 0.001
+    first = asyncio.create_task(ask(proxy, WORDS[0]))
+    await until(lambda: bool(engine.requests(CHAT)))
+    receipt = await ask(proxy, WORDS[1])
+    assert receipt["hold_ms"] >= 100
+    assert (await first)["hold_ms"] == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_first_one_that_leaves_hands_over(engine: FakeEngine, proxy: Proxy, stream: bool) -> None:
+    hold, second = Hold(), Hold()
+    engine.on(CHAT, "prefill", hold)
+    first = asyncio.create_task(ask(proxy, WORDS[0], stream=stream))
+    await hold.reached()
+    others = [asyncio.create_task(ask(proxy, text, stream=stream)) for text in WORDS[1:4]]
+    await until(lambda: proxy.control.fan_out.n_waiting == 3)
+    engine.on(CHAT, "prefill", second)
+    first.cancel()
+    await second.reached()
+    await until(lambda: proxy.control.fan_out.n_waiting == 2)
+    second.release()
+    receipts = await asyncio.gather(*others)
+    n_shared = n_common(engine, CHAT)
+    assert [r["cached_n_tokens"] for r in receipts] == [0, n_shared, n_shared]
+    assert len(engine.requests(CHAT)) == 4
+    assert proxy.at_rest() == dict.fromkeys(proxy.at_rest(), 0)
+
+
+async def test_the_next_one_gets_the_slot_with_what_was_prefilled(engine: FakeEngine, proxy: Proxy) -> None:
+    """The engine keeps what it decoded of a prompt whose client left."""
+    hold = Hold()
+    engine.on(CHAT, "prefill", hold)
+    first = asyncio.create_task(ask(proxy, WORDS[0]))
+    await hold.reached()
+    (slot,) = [slot for slot in engine.slots if slot.state == "prompt"]
+    engine.cache.append(slot, engine.template.render(CHAT, body_of(CHAT))[0][0][:200])
+    other = asyncio.create_task(ask(proxy, WORDS[1]))
+    await until(lambda: proxy.control.fan_out.n_waiting == 1)
+    first.cancel()
+    assert (await other)["cached_n_tokens"] == 200
+    assert proxy.control.sessions.get(WORDS[1]).slot_id == slot.id  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    "accident",
+    [reply(500, {"error": {"code": 500, "message": "no", "type": "server_error"}}), drop()],
+    ids=["refused", "dropped"],
+)
+async def test_a_first_one_that_fails_takes_nobody_along(engine: FakeEngine, proxy: Proxy, accident: Any) -> None:
+    hold = Hold()
+
+    async def fail(request: Any) -> Any:
+        await hold(request)
+        return await accident(request)
+
+    engine.on(CHAT, "prefill", fail)
+    first = asyncio.create_task(proxy.client.post(CHAT, json=body_of(CHAT, WORDS[0])))
+    await hold.reached()
+    others = [asyncio.create_task(ask(proxy, text)) for text in WORDS[1:4]]
+    await until(lambda: proxy.control.fan_out.n_waiting == 3)
+    hold.release()
+    assert (await first).status_code >= 500
+    assert sorted(r["cached_n_tokens"] for r in await asyncio.gather(*others)) == [0] + [n_common(engine, CHAT)] * 2
+
+
+async def test_who_leaves_while_he_waits_leaves_nothing(engine: FakeEngine, proxy: Proxy) -> None:
+    hold = Hold()
+    engine.on(CHAT, "prefill", hold)
+    first = asyncio.create_task(ask(proxy, WORDS[0]))
+    await hold.reached()
+    others = [asyncio.create_task(ask(proxy, text)) for text in WORDS[1:6]]
+    await until(lambda: proxy.control.fan_out.n_waiting == 5)
+    for other in others[:4]:
+        other.cancel()
+    await until(lambda: proxy.control.fan_out.n_waiting == 1)
+    hold.release()
+    assert (await others[4])["cached_n_tokens"] == n_common(engine, CHAT)
+    await first
+    await until(lambda: proxy.at_rest() == dict.fromkeys(proxy.at_rest(), 0))
+    assert len(engine.requests(CHAT)) == 2
+
+
+async def test_when_the_engine_dies_everybody_is_told(engine: FakeEngine, proxy: Proxy) -> None:
+    hold = Hold()
+    engine.on(CHAT, "prefill", hold)
+    tasks = [asyncio.create_task(proxy.client.post(CHAT, json=body_of(CHAT, text))) for text in WORDS[:4]]
+    await hold.reached()
+    await until(lambda: proxy.control.fan_out.n_waiting == 3)
+    await engine.kill()
+    answers = await asyncio.gather(*tasks)
+    assert {a.status_code for a in answers} <= {502, 503}
+    await until(lambda: proxy.at_rest() == dict.fromkeys(proxy.at_rest(), 0))
+    await engine.start()
+    await proxy.control.refresh()
+    assert (await ask(proxy, WORDS[0]))["cached_n_tokens"] == 0
+
+
+async def test_two_turns_of_one_session_at_once_share_too(engine: FakeEngine, proxy: Proxy) -> None:
+    hold = Hold()
+    engine.on(CHAT, "prefill", hold)
+    posts = [
+        asyncio.create_task(proxy.client.post(CHAT, json=body_of(CHAT, text, session_id="one"))) for text in WORDS[:2]
+    ]
+    await hold.reached()
+    await until(lambda: proxy.control.fan_out.n_waiting == 1)
+    hold.release()
+    answers: list[httpx.Response] = await asyncio.gather(*posts)
+    cached = [receipt_at(CHAT, a.content, stream=False)["cached_n_tokens"] for a in answers]
+    assert sorted(cached) == [0, n_common(engine, CHAT)]
+
+
+# One after the other -------------------------------------------------------------------------------------------------
+
+
+async def test_the_second_session_attaches_to_what_the_first_left(engine: FakeEngine, proxy: Proxy) -> None:
+    await ask(proxy, WORDS[0])
+    assert await pools(proxy) == []
+    assert (await ask(proxy, WORDS[1]))["cached_n_tokens"] == n_common(engine, CHAT)
+    assert (await ask(proxy, WORDS[2]))["cached_n_tokens"] == n_common(engine, CHAT)
+    assert [pool["prefix_len"] for pool in await pools(proxy)] == [n_common(engine, CHAT)]
+
+
+async def test_when_nobody_holds_it_any_more_the_next_one_prefills_and_it_is_a_pool(
+    engine: FakeEngine, proxy: Proxy
+) -> None:
+    await ask(proxy, WORDS[0])
+    for slot in engine.slots:
+        slot.cut(0)
+    proxy.control.sessions.drop(WORDS[0])  # type: ignore[arg-type]
+    proxy.control.slots.forget([WORDS[0]])  # type: ignore[list-item]
+    assert (await ask(proxy, WORDS[1]))["cached_n_tokens"] == 0
+    await until(lambda: len(proxy.control.tree) == 1)
+    assert (await ask(proxy, WORDS[2]))["cached_n_tokens"] == n_common(engine, CHAT)
+
+
+async def test_a_deeper_beginning_becomes_a_pool_below(engine: FakeEngine, proxy: Proxy) -> None:
+    task = "Read all files in this folder and tell what each of them is for, in one line each. " * 2
+    await ask(proxy, WORDS[0])
+    await ask(proxy, WORDS[1])
+    await ask(proxy, task + "a")
+    deeper = await ask(proxy, task + "b")
+    root, child = sorted(await pools(proxy), key=lambda pool: pool["prefix_len"])
+    assert child["parent"] == root["pool_id"]
+    assert child["prefix_len"] == root["prefix_len"] + len(task) == deeper["cached_n_tokens"]
+
+
+async def test_a_session_that_goes_on_waits_for_nobody(engine: FakeEngine, proxy: Proxy) -> None:
+    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "Go"}]
+    body = {"messages": messages, "session_id": "main", "max_tokens": 4}
+    said = (await proxy.client.post(CHAT, json=body)).json()["choices"][0]["message"]["content"]
+    hold = Hold()
+    engine.on(CHAT, "prefill", hold)
+    other = asyncio.create_task(ask(proxy, WORDS[1]))
+    await hold.reached()
+    more = [*messages, {"role": "assistant", "content": said}, {"role": "user", "content": "On"}]
+    answer = await proxy.client.post(CHAT, json=body | {"messages": more})
+    n_before = len(engine.template.render(CHAT, {"messages": messages})[0][0])
+    assert answer.json()["polykv"]["cached_n_tokens"] > n_before
+    hold.release()
+    await other
+
+
+# None of it ----------------------------------------------------------------------------------------------------------
+
+
+async def test_prompts_that_are_not_alike_cost_nothing(engine: FakeEngine, proxy: Proxy) -> None:
+    n_stats = len(engine.requests("/polykv/engine/stats"))
+    proxy.control.watch._heartbeat_s = 60
+    for i in range(20):
+        messages = [{"role": "user", "content": f"{i} is another question. " * 40}]
+        assert (await proxy.client.post(CHAT, json={"messages": messages, "max_tokens": 1})).status_code == 200
+    assert not engine.requests("/polykv/engine/render")
+    assert len(engine.requests("/polykv/engine/stats")) <= n_stats + 2
+    assert len(proxy.control.tree) == 0
+
+
+async def test_many_agents_with_one_prompt_are_not_compared_again(engine: FakeEngine, proxy: Proxy) -> None:
+    for i in range(3):
+        await ask(proxy, f"{i} tasks")
+    n_renders = len(engine.requests("/polykv/engine/render"))
+    for i in range(3, 20):
+        await ask(proxy, f"{i} tasks")
+    assert len(proxy.control.tree) == 1
+    # Each is new to the matcher, which renders it once; none of the others is rendered for it again.
+    assert len(engine.requests("/polykv/engine/render")) <= n_renders + 17
+
+
+@pytest.mark.parametrize("settings", [{"auto_pool_min_tokens": 0}, {"mode": "explicit"}, {"auto_pool_min_tokens": 999}])
+async def test_when_it_is_off_everybody_prefills(
+    engine: FakeEngine, make_proxy: ProxyMaker, settings: dict[str, Any]
+) -> None:
+    async with make_proxy(engine.url, **settings) as proxy:
+        await asyncio.gather(*(ask(proxy, text) for text in WORDS[:4]))
+        assert engine.n_prompt_cum == sum(n_tokens(engine, CHAT, text) for text in WORDS[:4])
+        assert len(proxy.control.tree) == 0
+
+
+async def test_no_sequence_to_be_had_is_no_reason_to_fail(make_proxy: ProxyMaker) -> None:
+    async with FakeEngine(max_pools=1) as engine, make_proxy(engine.url) as proxy:
+        pool = await proxy.pool(tokens=[1, 2, 3])
+        await proxy.client.post(f"/polykv/pools/{pool['pool_id']}/pin")
+        receipts = await asyncio.gather(*(ask(proxy, text) for text in WORDS[:4]))
+        assert [r["cached_n_tokens"] for r in receipts] == [0] * 4
+
+
+async def test_an_engine_that_cannot_say_is_not_waited_for(engine: FakeEngine, proxy: Proxy) -> None:
+    await ask(proxy, WORDS[0])
+    hold = Hold()
+    engine.on("stats", "request", hold, times=None)
+    began_s = asyncio.get_running_loop().time()
+    receipt = await ask(proxy, WORDS[1], max_tokens=1)
+    assert receipt["hold_ms"] >= 900
+    assert asyncio.get_running_loop().time() - began_s < 10
+    hold.release()
+
+
+# Ageing --------------------------------------------------------------------------------------------------------------
+
+
+async def test_what_was_not_used_for_long_is_taken_off_the_tree(engine: FakeEngine, make_proxy: ProxyMaker) -> None:
+    async with make_proxy(engine.url, session_idle_s=0.2, session_gap_s=0.1) as proxy:
+        ordered = await proxy.pool(tokens=[1, 2, 3])
+        await asyncio.gather(*(ask(proxy, text) for text in WORDS[:2]))
+        assert len(proxy.control.tree) == 2
+        await until(lambda: len(proxy.control.tree) == 1)
+        assert [pool["pool_id"] for pool in await pools(proxy)] == [ordered["pool_id"]]
+
+
+async def test_there_are_not_more_than_so_many(
+    engine: FakeEngine, make_proxy: ProxyMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("polykv_proxy.control.automatic.MAX_AUTO_POOLS", 2)
+    assert MAX_AUTO_POOLS > 16
+    async with make_proxy(engine.url, session_gap_s=0) as proxy:
+        for name in "abc":
+            prompt = f"{name} is what this one begins with. " * 20
+            for task in ("Zero", "one"):
+                body = {"prompt": prompt + task, "n_predict": 2, "session_id": name + task}
+                assert (await proxy.client.post("/completion", json=body)).status_code == 200
+        await until(lambda: len(proxy.control.tree) == 2)
+        assert [pool["pool_id"] for pool in await pools(proxy)] == [2, 3], "the longest unused went"
