@@ -101,6 +101,29 @@ STORIES: dict[str, list[Order]] = {
         load("part"),
         LIST,
     ],
+    "behind a parent that has some of it": [
+        save("whole", seq=CHILD),
+        save("rest", seq=CHILD, **{"from": 20}),
+        save("chat", id_slot=SLOT),
+        free(CHILD),
+        STATS,
+        load("whole", parent_seq=ROOT, branch_pos=40),
+        load("rest", parent_seq=ROOT, branch_pos=40),
+        load("rest", parent_seq=ROOT, branch_pos=30, seq=MORE),
+        do(op="cells"),
+        load("chat", id_slot=2, parent_seq=CHILD, branch_pos=90),
+        STATS,
+        load("whole", parent_seq=ROOT, branch_pos=41),
+        load("whole", parent_seq=ROOT, branch_pos=90),
+        load("whole", parent_seq=ROOT, branch_pos=100),
+        load("whole", branch_pos=40),
+        load("whole", parent_seq=ROOT + 3, branch_pos=40),
+        load("rest", parent_seq=ROOT, branch_pos=10),
+        load("whole", parent_seq=ROOT, branch_pos=0),
+        free(ROOT),
+        LIST,
+        STATS,
+    ],
     "written later": [
         save("chat", id_slot=SLOT, **{"from": 90}),
         save("child", seq=CHILD, **{"from": 40}),
@@ -196,7 +219,7 @@ for named in BUDGETS_MIB:
         forget("b"),
     ]
 
-UNKNOWABLE = {"bytes", "t_ms", "t_copy_ms", "t_write_ms", "n_ckpt", "gen"}
+UNKNOWABLE = {"epoch", "bytes", "t_ms", "t_copy_ms", "t_write_ms", "n_ckpt", "gen"}
 SHOWN = {"cells", "saved"}
 """Of the stats, and of a slot there:"""
 SLOT_SHOWN = {"id", "n_tokens", "n_pool_shared", "pool_seq"}

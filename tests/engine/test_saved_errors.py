@@ -171,7 +171,14 @@ def test_parent_that_does_not_fit(site: Site) -> None:
     assert error["divergence_pos"] == 50
     said = f"starts at {BRANCH_POS}, not at 100"
     assert refused(site.engine, branch | {"parent_seq": site.root, "branch_pos": 100}, 409, said)["from"] == BRANCH_POS
-    refused(site.engine, LOAD | {"parent_seq": site.root, "branch_pos": 100}, 409, "starts at 0, not at 100")
+    refused(site.engine, LOAD | {"branch_pos": 100}, 409, "starts at 0, not at 100")
+    for parent, pos in ((site.root, ROOT_LEN), (site.root, ROOT_LEN + 1)):
+        refused(site.engine, LOAD | {"parent_seq": parent, "branch_pos": pos}, 409, f"starts at 0, not at {pos}")
+    error = refused(
+        site.engine, LOAD | {"parent_seq": site.other, "branch_pos": 51}, 409, "differ from the parent at 50"
+    )
+    assert error["divergence_pos"] == 50
+    refused(site.engine, LOAD | {"parent_seq": free, "branch_pos": 50}, 410, f"no parent pool in sequence {free}")
 
 
 def test_destination_that_is_taken(site: Site, noise: Noise) -> None:

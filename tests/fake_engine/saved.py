@@ -225,29 +225,35 @@ class SavedStates:
         state = self.ram[tag]
         return state, state.as_json() | {"in": [], "t_copy_ms": 0.0, "t_ms": 0.1}
 
-    def check_load(self, state: State, asked: dict[str, Any]) -> None:
+    def check_load(self, state: State, asked: dict[str, Any]) -> int:
+        """Where the parent's part ends: it may have some of the saved range as well."""
         self._check()
         n, limit = len(state.tokens), self.engine.n_ctx_slot
-        if asked["branch_pos"] >= 0 and asked["branch_pos"] != state.start:
+        is_within = asked["parent_seq"] >= 0 and state.start < asked["branch_pos"] < n
+        branch_pos = int(asked["branch_pos"]) if is_within else state.start
+        if asked["branch_pos"] >= 0 and asked["branch_pos"] != branch_pos:
             said = f"the saved range starts at {state.start}, not at {asked['branch_pos']}"
             raise HookError(409, said, **{"from": state.start})
         if n >= limit:
             said = f"the saved state ({n} tokens) exceeds the context of a slot ({limit} tokens)"
             raise HookError(400, said, n_tokens=n, n_ctx=limit)
+        return branch_pos
 
-    def parent_of(self, state: State, parent_seq: int) -> PoolSeq | None:
-        if state.start == 0:
+    def parent_of(self, state: State, parent_seq: int, branch_pos: int) -> PoolSeq | None:
+        if branch_pos == 0:
             return None
         parent = next((p for p in self.engine.ready_pools() if p.seq == parent_seq), None)
         if parent is None:
             raise HookError(410, f"there is no parent pool in sequence {parent_seq}")
         equal = lcp(parent.tokens, state.tokens)
-        if equal < state.start:
-            said = f"the tokens differ from the parent at {equal}, before {state.start}"
+        if equal < branch_pos:
+            said = f"the tokens differ from the parent at {equal}, before {branch_pos}"
             raise HookError(409, said, divergence_pos=equal)
         return parent
 
-    def load(self, state: State, parent: PoolSeq | None, into: Sequence) -> None:
+    def load(self, state: State, parent: PoolSeq | None, into: Sequence, branch_pos: int | None = None) -> None:
+        """All of the state comes in first, so all of it needs room, and takes the lowest cells."""
+        branch_pos = state.start if branch_pos is None else branch_pos
         own = state.tokens[state.start :]
         try:
             cells = self.engine.cache.lowest_free(len(own))
@@ -255,5 +261,5 @@ class SavedStates:
             said = f"not enough KV cells: need {e.need}, have {e.free}"
             raise HookError(507, said, need=e.need, free=e.free) from e
         into.tokens = list(state.tokens)
-        into.cells = (parent.cells[: state.start] if parent is not None else []) + cells
+        into.cells = (parent.cells[:branch_pos] if parent is not None else []) + cells[branch_pos - state.start :]
         self.n_loaded += 1

@@ -29,8 +29,10 @@ class Saving:
         saved = self.engine.saved
         state = saved.ram.get(asked["tag"]) or saved.read(asked["tag"])
         self.hooks.awake()
-        saved.check_load(state, asked)
-        return self._load_pool(state, asked) if slot is None else self._load_slot(state, asked, slot)
+        branch_pos = saved.check_load(state, asked)
+        if slot is None:
+            return self._load_pool(state, asked, branch_pos)
+        return self._load_slot(state, asked, branch_pos, slot)
 
     def _checked(self, op: str, given: dict[str, Any]) -> dict[str, Any]:
         """The fields with their defaults."""
@@ -78,20 +80,20 @@ class Saving:
             return answer | {"in": ["ram", "disk"], "t_write_ms": 0.1}
         return answer | {"in": [*answer["in"], "disk"], "t_write_ms": 0.1}
 
-    def _load_pool(self, state: State, asked: dict[str, Any]) -> dict[str, Any]:
+    def _load_pool(self, state: State, asked: dict[str, Any], branch_pos: int) -> dict[str, Any]:
         pool = self.hooks.target(asked["seq"])
-        parent = self.engine.saved.parent_of(state, asked["parent_seq"])
-        self.engine.saved.load(state, parent, pool)
-        self.hooks.ready(pool, {"tag": state.tag}, parent.seq if parent is not None else -1, state.start)
+        parent = self.engine.saved.parent_of(state, asked["parent_seq"], branch_pos)
+        self.engine.saved.load(state, parent, pool, branch_pos)
+        self.hooks.ready(pool, {"tag": state.tag}, parent.seq if parent is not None else -1, branch_pos)
         return self.hooks.answer(pool, len(pool.tokens), 0) | {"t_copy_ms": 0.1, "cells": self.hooks.cells()}
 
-    def _load_slot(self, state: State, asked: dict[str, Any], slot: Slot) -> dict[str, Any]:
+    def _load_slot(self, state: State, asked: dict[str, Any], branch_pos: int, slot: Slot) -> dict[str, Any]:
         """What the slot held goes only when the state is in the cache: both need room for a moment."""
         if slot.state != "idle":
             raise HookError(409, f"slot {slot.id} is busy")
-        parent = self.engine.saved.parent_of(state, asked["parent_seq"])
-        self.engine.saved.load(state, parent, slot)
-        slot.n_pool_shared, slot.t_last = state.start, time.monotonic()
+        parent = self.engine.saved.parent_of(state, asked["parent_seq"], branch_pos)
+        self.engine.saved.load(state, parent, slot, branch_pos)
+        slot.n_pool_shared, slot.t_last = branch_pos, time.monotonic()
         slot.pool_seq, slot.pool_gen = (parent.seq, parent.gen) if parent is not None else (-1, -1)
         return {
             "id_slot": slot.id,
@@ -99,8 +101,8 @@ class Saving:
             "n_tokens": len(slot.tokens),
             "tokens_hash": tokens_hash(slot.tokens),
             "parent_seq": slot.pool_seq,
-            "branch_pos": state.start,
-            "n_pool_shared": state.start,
+            "branch_pos": branch_pos,
+            "n_pool_shared": branch_pos,
             "n_cached": len(slot.tokens),
             "n_processed": 0,
             "t_copy_ms": 0.1,
