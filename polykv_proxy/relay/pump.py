@@ -85,10 +85,7 @@ def raw_headers_of(request: web.Request, drop: frozenset[str] = frozenset()) -> 
 
 
 def is_sse(upstream: UpstreamResponse) -> bool:
-    for name, value in upstream.headers:
-        if len(name) == 12 and name.lower() == "content-type":
-            return value.partition(";")[0].strip().lower() == "text/event-stream"
-    return False
+    return upstream.content_type.partition(";")[0].strip().lower() == "text/event-stream"
 
 
 async def read_body(request: web.Request, limit: int) -> bytes:
@@ -156,7 +153,7 @@ async def pump_plain(
     """The engine's reply as it is, with ``extra`` headers."""
     response = await begin(request, upstream, extra)
     try:
-        async for chunk in upstream.iter_any():
+        while chunk := await upstream.read_piece():
             await send(request, response, chunk)
     except UpstreamError as e:
         return await cut(request, response, e, dialect, sse=is_sse(upstream))

@@ -128,7 +128,7 @@ class Relay:
             with self._floating():
                 return await self._plain(request, target, path, request_id, await relayed_body(request))
         raw = await read_body(request, self.control.settings.max_body_bytes)
-        call = self._read(request, path, raw)
+        call = self._read(request, path, raw, by_header=by_header)
         if call is None and by_header:
             self._check_strict(read_fields({}, request.headers))
         if call is None:
@@ -141,9 +141,8 @@ class Relay:
         with self._floating():  # the engine chooses the slots of the further choices itself
             return await turn.run(request_id, look_first=self.n_floating > 1)
 
-    def _read(self, request: web.Request, path: str, raw: bytes) -> Call | None:
+    def _read(self, request: web.Request, path: str, raw: bytes, *, by_header: bool) -> Call | None:
         """None: relay it as it is."""
-        by_header = in_headers(request.headers)
         automatic = self.control.settings.mode == "auto" and self.control.hooks
         if not automatic and not by_header and not may_carry_fields(raw):
             return None

@@ -236,7 +236,7 @@ class TurnRelay:
         response = await begin(self._request, upstream, extra)
         started = False
         try:
-            async for chunk in upstream.iter_any():
+            while chunk := await upstream.read_piece():
                 out = reader.feed(chunk)
                 if reader.started and not started:
                     started = True
@@ -260,7 +260,7 @@ class TurnRelay:
             return await self._whole_unseen(upstream, extra, usage)
         pieces: list[bytes] = []
         n = 0
-        async for chunk in upstream.iter_any():
+        while chunk := await upstream.read_piece():
             pieces.append(chunk)
             n += len(chunk)
             if n > MAX_WHOLE_REPLY:
@@ -293,7 +293,7 @@ class TurnRelay:
         pieces: list[bytes] = []
         n = 0
         try:
-            async for chunk in upstream.iter_any():
+            while chunk := await upstream.read_piece():
                 n += len(chunk)
                 if n <= MAX_WHOLE_REPLY:
                     pieces.append(chunk)
@@ -317,7 +317,7 @@ class TurnRelay:
             for piece in pieces:
                 await send(self._request, response, piece)
             pieces.clear()
-            async for chunk in upstream.iter_any():
+            while chunk := await upstream.read_piece():
                 await send(self._request, response, chunk)
             self._complete = True
         except UpstreamError as e:

@@ -37,10 +37,7 @@ def forwardable(headers: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
     Doubles take the spelling of the first: aiohttp keeps only the last of two that differ in case.
     """
     spelling: dict[str, str] = {}
-    kept = []
-    for lower, name, value in _without(headers, _NOT_FORWARDED):
-        kept.append((spelling.setdefault(lower, name), value))
-    return kept
+    return [(spelling.setdefault(lower, name), value) for lower, name, value in _without(headers, _NOT_FORWARDED)]
 
 
 def returnable(headers: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:

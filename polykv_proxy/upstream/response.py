@@ -1,6 +1,5 @@
 """``UpstreamResponse``: a relayed reply, byte for byte."""
 
-from collections.abc import AsyncIterator
 from typing import Self
 
 import aiohttp
@@ -20,18 +19,20 @@ class UpstreamResponse:
         self.reason = response.reason or ""
         self.headers = [(k.decode("latin-1"), v.decode("utf-8", "surrogateescape")) for k, v in response.raw_headers]
 
+    @property
+    def content_type(self) -> str:
+        return self._response.headers.get("Content-Type", "")
+
     def returnable_headers(self) -> list[tuple[str, str]]:
         return returnable(self.headers)
 
-    async def iter_any(self) -> AsyncIterator[bytes]:
-        """Give the body in the pieces in which it comes.
+    async def read_piece(self) -> bytes:
+        """Give the next piece of the body as it came, b"" at the end.
 
         Raises:  UpstreamUnavailable when it breaks off
         """
         try:
-            content = self._response.content
-            while chunk := await content.readany():
-                yield chunk
+            return await self._response.content.readany()
         except FOREIGN as e:
             raise map_client_error(e, self._what) from e
 

@@ -18,8 +18,8 @@ from aiohttp.http import HttpProcessingError, RawResponseMessage, StreamWriter
 from multidict import CIMultiDict
 from yarl import URL
 
-MAX_BYTES = 1 << 16
-"""A longer body may have to wait for an engine that is slow to take it."""
+MAX_BYTES = 1 << 15
+"""A longer body may have to wait for an engine that is slow to take it, and the reply may come meanwhile."""
 
 
 class Limits(TypedDict):
@@ -33,11 +33,12 @@ class Limits(TypedDict):
 class ShortReply:
     """A reply of which the head was read. The connection goes back when the body is there."""
 
-    __slots__ = ("_connection", "content", "raw_headers", "reason", "status")
+    __slots__ = ("_connection", "content", "headers", "raw_headers", "reason", "status")
 
     def __init__(self, connection: Connection, message: RawResponseMessage, content: aiohttp.StreamReader):
         self._connection: Connection | None = connection
-        self.status, self.reason, self.raw_headers = message.code, message.reason, message.raw_headers
+        self.status, self.reason = message.code, message.reason
+        self.headers, self.raw_headers = message.headers, message.raw_headers
         self.content = content
         content.on_eof(self._release)
 
@@ -65,6 +66,7 @@ class ShortPosts:
         # Says where to, and is never sent itself.
         url, loop = URL(base_url, encoded=True), asyncio.get_running_loop()
         self._to = aiohttp.ClientRequest("POST", url, loop=loop, session=session)
+        self._host = self._to.headers["Host"]
 
     @classmethod
     def over(cls, session: aiohttp.ClientSession, base_url: str, limits: Limits) -> Self | None:
@@ -76,7 +78,7 @@ class ShortPosts:
     async def send(self, path_qs: str, headers: Iterable[tuple[str, str]], body: bytes) -> ShortReply:
         """Raises:  aiohttp's exceptions, OSError"""
         target = _target(self._base_url, path_qs)
-        sent = CIMultiDict([("Host", self._to.headers["Host"]), *headers, ("Content-Length", str(len(body)))])
+        sent = CIMultiDict([("Host", self._host), *headers, ("Content-Length", str(len(body)))])
         if self._connector.force_close:
             sent["Connection"] = "close"
         try:
