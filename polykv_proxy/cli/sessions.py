@@ -1,5 +1,6 @@
 """``polykvctl sessions``: who is attached where."""
 
+import re
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import quote
 
@@ -85,8 +86,8 @@ def _path(session: str) -> str:
     """Raises WrongUsage for what would be another path."""
     from polykv_proxy.cli.client import WrongUsage
 
-    if session in ("", ".", ".."):
-        raise WrongUsage(f"{session!r} is no session")
+    if not session or {".", ".."} & set(re.split(r"[/\\]", session)):
+        raise WrongUsage(f"{session!r} cannot stand in a path: there, . and .. lead elsewhere")
     return f"/polykv/sessions/{quote(session, safe='')}"
 
 

@@ -77,7 +77,7 @@ class Operation:
 _FLAG = {"type": "string", "enum": ["true", "false", "1", "0", ""]}
 _PARAMETERS = {
     "ref": ({"type": "string", "minLength": 1}, "A pool's id or its name."),
-    "sid": ({"type": "string", "minLength": 1}, "A session's id."),
+    "sid": ({"type": "string", "minLength": 1}, "A session's id, escaped: a slash is %2F."),
 }
 
 OPERATIONS: dict[tuple[str, str], Operation] = {

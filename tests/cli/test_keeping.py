@@ -149,7 +149,18 @@ async def test_sessions_are_listed_shown_and_forgotten(proxy: str) -> None:
     assert json.loads((await ctl(proxy, "sessions", "delete", "agent-2", "--json")).stdout)["n_running"] == 0
 
 
-@pytest.mark.parametrize("session", ["..", ".", ""])
+@pytest.mark.parametrize("session", ["team/agent 1", "/home/me/", "50%", "a%2Fb", "a\\b;c?d#e", "ü//x/..y"])
+async def test_an_id_may_have_any_character(proxy: str, session: str) -> None:
+    await turn(proxy, "Something else.", session)
+    shown = await ctl(proxy, "sessions", "show", session, "--json")
+    assert (shown.exit_code, json.loads(shown.stdout)["session_id"]) == (0, session)
+    assert (
+        await ctl(proxy, "sessions", "delete", session)
+    ).stdout == f"forgot session {session} of no pool; 0 running\n"
+    assert (await ctl(proxy, "sessions", "show", session)).exit_code == 1
+
+
+@pytest.mark.parametrize("session", ["..", ".", "", "a/../b", "./a"])
 async def test_a_session_that_would_be_another_path_is_wrong_usage(proxy: str, session: str) -> None:
     result = await ctl(proxy, "sessions", "show", session)
     assert (result.exit_code, len(result.stderr.splitlines())) == (2, 1)

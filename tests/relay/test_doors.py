@@ -1,5 +1,8 @@
 """No spelling of a path reaches the engine's hooks or a control route by the back door."""
 
+import posixpath
+from urllib.parse import unquote
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -38,6 +41,26 @@ from polykv_proxy.relay.doors import Door, door_of, target_of
         "/Polykv/pools",
         "/polykv/pools;x",
         "/polykv%2fpools",
+        "/polykv/pools/a%2Fb",
+        "/polykv/pools/a%2Fpin",
+        "/polykv/pools/a%25b",
+        "/polykv/sessions/..%2Fx",
+        "/polykv/sessions/..%2Fengine%2Fstats",
+        "/polykv/sessions/x%2F..%2F..%2Fpools",
+        "/polykv/sessions/x%2F..%2Fy",
+        "/polykv/sessions/x%2F.%2Fy",
+        "/polykv/sessions/x%2F%2e%2e%2Fy",
+        "/polykv/sessions/x%2F%252e%252e%2Fy",
+        "/polykv/sessions/x%2F..%3By%2Fz",
+        "/polykv/sessions/x%5C..%5Cy",
+        "/polykv/sessions/x%2F..%00",
+        "/polykv/sessions/x%00",
+        "/polykv/sessions/%2F",
+        "/polykv/sessions/x%2Fy/z",
+        "/polykv/sessions%2Fx",
+        "/polykv%2Fsessions/x%2Fy",
+        "/polykv//sessions/x%2Fy",
+        "/polykv/Sessions/x%2Fy",
     ],
 )
 def test_shut(target: str) -> None:
@@ -52,6 +75,13 @@ def test_shut(target: str) -> None:
         "/polykv/pools/My-Pool",
         "/polykv/pools/a%20b/pin",
         "/polykv/sessions/Agent%3A1",
+        "/polykv/sessions/team%2Fagent",
+        "/polykv/sessions/%2Fhome%2Fme",
+        "/polykv/sessions/a%2Fb%2f%2Fc?x=1",
+        "/polykv/sessions/100%25",
+        "/polykv/sessions/a%252Fb",
+        "/polykv/sessions/a%3Bb%5Cc",
+        "/polykv/sessions/x%2F..y%2Fengine",
         "/polykv/health?x=/../engine",
         "/polykv/no-such-route",
     ],
@@ -80,6 +110,18 @@ def test_no_spelling_opens_the_engine(joints: list[str], data: st.DataObject) ->
     first = joints[0] if joints[0].startswith(("/", "%2f", "\\")) else "/"
     target = target_of(first + words[0] + joint + words[1] + "/stats")
     assert door_of(target) is Door.SHUT
+
+
+@given(st.lists(st.sampled_from(["a", ".", "..", "%2F", "%2f", "%252F", "%5C", "%2e", "%252E", "%3B", "%00", "%20"])))
+def test_an_escaped_id_leads_nowhere_else(parts: list[str]) -> None:
+    """Whoever decodes it, once or more, and tidies it up, is still at a session."""
+    target = "/polykv/sessions/" + "".join(parts)
+    if door_of(target) is not Door.OURS:
+        return
+    for _ in range(4):
+        tidied = posixpath.normpath(target.replace("\\", "/"))
+        assert (tidied + "/").startswith("/polykv/sessions/")
+        target = unquote(target)
 
 
 def test_an_absolute_target_loses_its_authority_only() -> None:
