@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 # The proxy lets running turns finish for a minute; a second Ctrl-C ends them.
 _DRAIN_S = 65.0
 _LOGS_KEPT_S = 7 * 24 * 3600.0
+_LOGS_OF_ANY_PORT = 5
 
 
 def up(
@@ -48,6 +50,7 @@ def up(
     as_json: AsJson = False,
 ) -> None:
     """Start a local engine and the proxy; Ctrl-C or SIGTERM stops both."""
+    # What is wrong is told in this order, before anything is started: usage (status 2), the journal, ports, the engine.
     from polykv_proxy.cli.progress import BuildProgress
     from polykv_proxy.config import load_settings
     from polykv_proxy.doctor import EngineSizes, check_sizes
@@ -61,11 +64,15 @@ def up(
         raise typer.BadParameter(f"{refused.what}: {refused.why} ({refused.do})", param_hint="--max-pools")
     if model is not None and not model.is_file():
         raise typer.BadParameter(f"there is no file {model}", param_hint="--model")
-    chosen_engine_port = choose_port(LOOPBACK, wanted=engine_port, flag="--engine-port")
+    if engine is not None and shutil.which(engine) is None:
+        raise typer.BadParameter(f"there is no program {engine}", param_hint="--engine")
+    chosen_engine_port = engine_port or choose_port(LOOPBACK, wanted=0, flag="--engine-port")
     engine_url = f"http://{LOOPBACK}:{chosen_engine_port}"
     asked = load_settings(
         config, upstream_url=engine_url, host=host, port=port, mode=mode, state=state, admin_key=admin_key
     )
+    _check_journal(asked)
+    choose_port(LOOPBACK, wanted=chosen_engine_port, flag="--engine-port")
     settings = asked.model_copy(update={"port": choose_port(*asked.hosts, wanted=asked.port, flag="--port")})
     with BuildProgress() as progress:
         binary = engine or ensure_engine(progress)
@@ -89,7 +96,7 @@ def up(
         name="engine",
         command=engine_command(options),
         ready_url=f"{engine_url}/health",
-        log=_fresh_log(settings, chosen_engine_port),
+        log=_fresh_log(settings, chosen_engine_port, is_any=engine_port == 0),
         environment=engine_environment(options) | _engine_key(settings),
     )
     proxy_child = _proxy_child(settings, config)
@@ -149,13 +156,40 @@ def _states_folder(settings: "Settings") -> Path | None:
         return None
 
 
-def _fresh_log(settings: "Settings", engine_port: int) -> Path:
-    """Beside the journal; the last one of this port is kept under ``.1``, old ones of others go after a week."""
+def _check_journal(settings: "Settings") -> None:
+    """See whether the proxy will get its lock, so that no engine loads a model for nothing. It is not kept.
+
+    Raises:  EngineProblem when another process has it
+    """
+    from polykv_proxy.config import MEMORY_STATE
+    from polykv_proxy.engine.problem import EngineProblem
+    from polykv_proxy.store import place
+
+    journal = Path(settings.state_path)
+    if settings.state_path == MEMORY_STATE or not place.is_there(journal):
+        return
+    try:
+        place.unlock(place.lock(place.prepare(journal)))
+    except place.Taken as holder:
+        raise EngineProblem(
+            f"the journal {settings.state_path} is in use by {holder}: stop that one, or name another file with --state"
+        ) from holder
+    except place.Unusable:
+        return  # the proxy says so, and keeps its pools in memory
+
+
+def _fresh_log(settings: "Settings", engine_port: int, *, is_any: bool) -> Path:
+    """Beside the journal; the last one of this port is kept under ``.1``, old ones of others go after a week.
+
+    ``is_any``: nobody chose the port, so no later run writes there: of those logs the last few are kept.
+    """
     from polykv_proxy.config import MEMORY_STATE
     from polykv_proxy.engine.paths import state_dir
 
     folder = state_dir() if settings.state_path == MEMORY_STATE else Path(settings.state_path).parent
-    log = folder / f"engine-{engine_port}.log"
+    if is_any:
+        _tidy_logs(folder, _LOGS_OF_ANY_PORT - 1)
+    log = folder / f"engine-{f'any-{engine_port}' if is_any else engine_port}.log"
     if log.exists():
         os.replace(log, log.with_name(f"{log.name}.1"))
     for old in folder.glob("engine-*.log*"):
@@ -163,6 +197,16 @@ def _fresh_log(settings: "Settings", engine_port: int) -> Path:
             if old.stat().st_mtime < time.time() - _LOGS_KEPT_S:
                 old.unlink()
     return log
+
+
+def _tidy_logs(folder: Path, n_kept: int) -> None:
+    """Of the logs of engines on any free port, keep only those that were written to last."""
+    written: list[tuple[float, Path]] = []
+    for log in folder.glob("engine-any-*.log*"):
+        with contextlib.suppress(FileNotFoundError):
+            written.append((log.stat().st_mtime, log))
+    for _, log in sorted(written, reverse=True)[n_kept:]:
+        log.unlink(missing_ok=True)
 
 
 def _proxy_url(settings: "Settings") -> str:

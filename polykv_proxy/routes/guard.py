@@ -10,7 +10,7 @@
 How it is mounted: the application makes one ``Guard(settings)`` and calls ``guard.check(request, control=...)`` before
 anything else is done with a request; it raises ``KeyWrong`` (401) or ``Forbidden`` (403). ``control`` is True for
 ``/polykv/*`` and for ``/slots`` (which shows prompts), False for what is relayed. Public on the data plane, as in
-llama-server: ``GET /health``, ``GET /v1/health`` and ``OPTIONS``.
+llama-server: ``GET /health``, ``GET /v1/health`` and ``OPTIONS``, a browser's preflight. The control plane has no CORS.
 """
 
 import hashlib

@@ -169,6 +169,7 @@ def test_health_and_preflight_are_public_on_the_data_plane_only():
     assert verdict(BOTH, request("/health", method="POST"), control=False) == 401
     assert verdict(BOTH, request("/v1/chat/completions", method="OPTIONS"), control=False) == 200
     assert verdict(BOTH, request("/polykv/health"), control=True) == 401
+    assert verdict(BOTH, request("/slots", method="OPTIONS"), control=True) == 401
 
 
 def test_every_key_is_compared_in_constant_time_and_kept_only_as_a_hash(monkeypatch):

@@ -214,8 +214,11 @@ async def test_a_session_that_was_answered_before_survives_a_refusal(proxy: Prox
         ("/polykv/health", {"GET", "HEAD"}),
     ],
 )
-async def test_a_405_says_what_is_allowed(proxy: Proxy, path: str, allowed: set[str]) -> None:
-    answer = await proxy.client.put(path, json={})
+@pytest.mark.parametrize("method", ["PUT", "OPTIONS"])
+async def test_a_405_says_what_is_allowed(proxy: Proxy, path: str, allowed: set[str], method: str) -> None:
+    """OPTIONS too: no page of another origin may manage pools, so there is nothing to answer to its preflight."""
+    answer = await proxy.client.request(method, path, json={})
     assert answer.status_code == 405
+    assert not [name for name in answer.headers if name.startswith("access-control")]
     assert set(answer.headers["allow"].split(", ")) == allowed
     assert answer.json()["error"]["code"] == "method_not_allowed"
