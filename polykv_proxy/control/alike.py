@@ -1,8 +1,9 @@
 """Which recent prompts begin alike, told from their bodies before anybody has rendered them. Pure.
 
 Two prompts can only share ``min_tokens`` tokens if their bodies share some beginning: that of their tools, or that of
-system prompt and messages. So a body is filed under both beginnings, and only what meets another there is rendered and
-compared token by token. A prompt that is like nobody's costs two hashes.
+system prompt and messages. So a body is filed under its tools and under beginnings of its text, each twice as long as
+the one before, and only what meets another there is rendered and compared token by token. A prompt that is like
+nobody's costs a few hashes.
 
 What was rendered in vain is remembered by the bytes that were alike (``settle``): the hundredth agent with one system
 prompt is not compared again with the other ninety-nine.
@@ -29,6 +30,9 @@ MAX_BYTES = 64 << 20
 MAX_TEXT = 256 << 10
 """Beginnings are compared so far; what is alike to there counts as alike."""
 
+MAX_ALIKE = 8
+"""So many others are looked at: those that share the longest of these beginnings, the last ones first."""
+
 MAX_SETTLED = 4096
 GRAIN = 256
 """Beginnings that end within so many bytes are settled together."""
@@ -48,6 +52,7 @@ class Prompt:
     text: bytes
     tools_hash: int
     n_tools: int
+    keys: tuple[int, ...] = ()
     tokens: Tokens | None = None
 
     @property
@@ -71,7 +76,7 @@ class PromptBook:
 
     min_tokens: int
     _prompts: OrderedDict[int, Prompt] = field(default_factory=OrderedDict)
-    _by_beginning: dict[tuple[str, int], dict[int, Prompt]] = field(default_factory=lambda: defaultdict(dict))
+    _by_beginning: dict[int, dict[int, Prompt]] = field(default_factory=lambda: defaultdict(dict))
     _of_session: dict[SessionId, dict[int, Prompt]] = field(default_factory=lambda: defaultdict(dict))
     _settled: OrderedDict[tuple[int, int], int] = field(default_factory=OrderedDict)
     _n_bytes: int = 0
@@ -98,9 +103,10 @@ class PromptBook:
         self._n_entered += 1
         tools_hash = xxhash.xxh3_64_intdigest(tools)
         prompt = Prompt(self._n_entered, turn, path, body, n_bytes, text, tools_hash, len(tools))
+        prompt.keys = tuple(self._keys(prompt))
         self._prompts[prompt.number] = prompt
         self._of_session[turn.session.session_id][prompt.number] = prompt
-        for key in self._keys(prompt):
+        for key in prompt.keys:
             self._by_beginning[key][prompt.number] = prompt
         self._n_bytes += prompt.weight
         while len(self._prompts) > MAX_PROMPTS or (self._n_bytes > MAX_BYTES and len(self._prompts) > 1):
@@ -115,17 +121,22 @@ class PromptBook:
         if is_filed:
             self._n_bytes += prompt.weight - before
 
+    def find(self, turn: Turn) -> Prompt | None:
+        """What was entered for this turn."""
+        prompts = self._of_session.get(turn.session.session_id, {})
+        return next((prompt for prompt in prompts.values() if prompt.turn is turn), None)
+
     def alike(self, prompt: Prompt) -> list[Prompt]:
         """Others' that may begin alike, what shares most bytes first. A session's own count only while both run."""
         found: dict[int, Prompt] = {}
-        for key in self._keys(prompt):
-            found.update(self._by_beginning.get(key, {}))
-        others = [
-            other
-            for other in found.values()
-            if other is not prompt and (other.session is not prompt.session or (other.runs and prompt.runs))
-        ]
-        return sorted(others, key=lambda other: -alike_bytes(prompt, other))
+        for key in prompt.keys:
+            for number, other in reversed(self._by_beginning.get(key, {}).items()):
+                is_another = other.session is not prompt.session or (other.runs and prompt.runs)
+                if other is not prompt and is_another:
+                    found[number] = other
+                    if len(found) == MAX_ALIKE:
+                        return _sorted_by_likeness(prompt, found)
+        return _sorted_by_likeness(prompt, found)
 
     def leave_out(self, prompt: Prompt) -> None:
         """It is of no use any more."""
@@ -133,7 +144,7 @@ class PromptBook:
             return
         self._n_bytes -= prompt.weight
         _discard(self._of_session, prompt.session.session_id, prompt.number)
-        for key in self._keys(prompt):
+        for key in prompt.keys:
             _discard(self._by_beginning, key, prompt.number)
 
     # What was compared before ---------------------------------------------------------------------------------------
@@ -149,19 +160,27 @@ class PromptBook:
         if len(self._settled) > MAX_SETTLED:
             self._settled.popitem(last=False)
 
-    def _keys(self, prompt: Prompt) -> list[tuple[str, int]]:
-        keys = []
-        if len(prompt.text) >= self.min_bytes:
-            keys.append(("text", xxhash.xxh3_64_intdigest(prompt.text[: self.min_bytes])))
+    def _keys(self, prompt: Prompt) -> list[int]:
+        """The longest beginning first."""
+        keys, n = [], self.min_bytes
+        hasher, n_hashed = xxhash.xxh3_64(), 0
+        while n <= len(prompt.text):
+            hasher.update(prompt.text[n_hashed:n])
+            keys.append(hasher.intdigest())
+            n_hashed, n = n, n * 2
         if prompt.n_tools >= self.min_bytes:
-            keys.append(("tools", prompt.tools_hash))
-        return keys
+            keys.insert(0, prompt.tools_hash)
+        return keys[::-1]
 
 
 def alike_bytes(one: Prompt, other: Prompt) -> int:
     """How many bytes two bodies share at their beginning: the tools when they are the same, and text."""
     n_tools = one.n_tools if one.tools_hash == other.tools_hash else 0
     return n_tools + _common(one.text, other.text)
+
+
+def _sorted_by_likeness(prompt: Prompt, others: Mapping[int, Prompt]) -> list[Prompt]:
+    return sorted(others.values(), key=lambda other: -alike_bytes(prompt, other))
 
 
 def _settled_key(prompt: Prompt, n_alike: int) -> tuple[int, int]:

@@ -18,8 +18,9 @@ is prefilled as a pool, once, and everybody attaches to it.
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from polykv_proxy.control.alike import Prompt, PromptBook, alike_bytes
 from polykv_proxy.control.automatic import AutomaticPools
@@ -29,7 +30,7 @@ from polykv_proxy.control.slot_states import slot_in
 from polykv_proxy.control.watch import EngineWatch
 from polykv_proxy.errors import PolyKVError, PrefixMismatch, SessionNotResident
 from polykv_proxy.ids import SessionId, SlotId
-from polykv_proxy.sessions import SessionBook
+from polykv_proxy.sessions import SessionBook, Turn
 from polykv_proxy.slots import SlotBook
 from polykv_proxy.tree.prefix import Tokens, lcp_tokens
 from polykv_proxy.tree.tree import PoolTree
@@ -46,8 +47,8 @@ LOOK_S = 0.04
 TAKE_S = 1.0
 """Cells that are there are shared at once; an engine that takes longer for it is waited for no longer."""
 
-MAX_COMPARED = 8
-"""So many other prompts are rendered at most for one request."""
+MAX_ROUNDS = 16
+"""So often at most a request looks for somebody to wait for: leaders leave, and pools may go as soon as they came."""
 
 MAX_MISSES = 25
 """So often a slot may turn out to hold something else, before those who wait go on without."""
@@ -117,6 +118,16 @@ class FanOut:
 
     # One request ---------------------------------------------------------------------------------------------------
 
+    def begins_alike(self, turn: Turn, path: str, body: Mapping[str, Any], n_bytes: int) -> bool:
+        """Note how a request begins that asks for nothing. Gives whether it may be worth looking who begins so too."""
+        if not self.concerns(n_bytes) or not self._is_possible():
+            return False
+        prompt = self._prompts.enter(turn, path, body, n_bytes)
+        others = self._prompts.alike(prompt) if prompt is not None else []
+        if prompt is None or not others:
+            return False
+        return not self._prompts.is_settled(prompt, alike_bytes(prompt, others[0]), self._comparer.version)
+
     async def join(self, request: AttachRequest) -> tuple[AttachRequest, float]:
         """Wait until what this request shares with others is a pool, if it will be one. Never fails.
 
@@ -124,7 +135,9 @@ class FanOut:
         """
         if not self._is_concerned(request) or request.turn is None:
             return request, 0.0
-        prompt = self._prompts.enter(request.turn, request.path, request.body, request.n_bytes)
+        prompt = self._prompts.find(request.turn)
+        if prompt is None:
+            prompt = self._prompts.enter(request.turn, request.path, request.body, request.n_bytes)
         if prompt is None:
             return request, 0.0
         try:
@@ -137,12 +150,15 @@ class FanOut:
         asks = (request.pool_ref, request.explicit_p, request.legacy_slot)
         if any(asked is not None for asked in asks) or not request.shareable or request.has_media:
             return False
+        return self.concerns(request.n_bytes) and self._is_possible()
+
+    def _is_possible(self) -> bool:
         stats = self._watch.stats
-        return self.concerns(request.n_bytes) and self._may_change() and stats is not None and stats.share == "ok"
+        return stats is not None and stats.share == "ok" and self._may_change()
 
     async def _join(self, prompt: Prompt, request: AttachRequest) -> tuple[AttachRequest, float]:
         waited_s = 0.0
-        while True:
+        for _ in range(MAX_ROUNDS):
             others = self._prompts.alike(prompt)
             n_alike = alike_bytes(prompt, others[0]) if others else 0
             version = self._comparer.version
@@ -154,7 +170,7 @@ class FanOut:
                     return request, waited_s
                 self._prompts.rendered(prompt, rendered[0])
                 request = replace(request, prompts=tuple(rendered))
-            flight, n_common = await self._choose(prompt, others[:MAX_COMPARED])
+            flight, n_common = await self._choose(prompt, others)
             if flight is None:
                 self._prompts.settle(prompt, n_alike, version)
                 return request, waited_s
@@ -164,7 +180,8 @@ class FanOut:
             again = await self._wait(flight, prompt, n_common)
             waited_s += self._clock() - began_s
             if not again:
-                return request, waited_s
+                break
+        return request, waited_s
 
     async def _choose(self, prompt: Prompt, others: list[Prompt]) -> tuple[_Flight | None, int]:
         """The flight for this prompt, begun if there was none, and how many tokens it shares with its leader.
@@ -172,20 +189,17 @@ class FanOut:
         None: nothing is gained by one.
         """
         tokens = _known(prompt)
-        at_hand: tuple[int, Prompt] | None = None
-        anywhere = 0
-        for other in others:
-            if other.tokens is None and not await self._render(other):
-                continue
-            n_common = lcp_tokens(tokens, _known(other))
-            anywhere = max(anywhere, n_common)
-            if self._may_lead(other, prompt) and (at_hand is None or n_common > at_hand[0]):
-                at_hand = n_common, other
+        shared: list[tuple[int, Prompt]] = []
+        for other in self._with_leaders(others, prompt):
+            if other.tokens is not None or await self._render(other):
+                shared.append((lcp_tokens(tokens, _known(other)), other))
         match = self._tree.match(tokens)
         n_pooled = match.prefix_n_tokens if match is not None else 0
-        if at_hand is not None and at_hand[0] < anywhere - MIN_GAIN_TOKENS:
-            at_hand = None
-        n_common, leader = at_hand if at_hand is not None else (anywhere, prompt)
+        most = max((n for n, _ in shared), default=0)
+        leading = [(n, other) for n, other in shared if n > most - MIN_GAIN_TOKENS and self._may_lead(other, prompt, n)]
+        # Who has a slot is further than who waits for one, or for somebody else.
+        first = min(leading, key=lambda one: (self._slot_of(one[1]) is None, one[1].number), default=(most, prompt))
+        n_common, leader = first
         # The last token is left to the engine: it needs one to go on from.
         n_common = min(n_common, len(tokens) - 1)
         if n_common < self.min_tokens or n_common - n_pooled < MIN_GAIN_TOKENS:
@@ -199,6 +213,12 @@ class FanOut:
             task.add_done_callback(self._tasks.discard)
         return flight, n_common
 
+    def _with_leaders(self, others: list[Prompt], prompt: Prompt) -> list[Prompt]:
+        """Also those whom they wait for."""
+        numbers = {other.number for other in others}
+        leaders = [flight.leader for flight in self._flights.values() if not numbers.isdisjoint(flight.waiting)]
+        return others + [one for one in leaders if one is not prompt and one.number not in numbers]
+
     async def _render(self, other: Prompt) -> bool:
         try:
             rendered = await self._comparer.render(AttachRequest(path=other.path, body=dict(other.body)))
@@ -211,11 +231,15 @@ class FanOut:
             self._prompts.rendered(other, rendered[0])
         return True
 
-    def _may_lead(self, other: Prompt, prompt: Prompt) -> bool:
-        """It holds cells, or will do so before this one: of two that wait for a slot the later one follows."""
+    def _may_lead(self, other: Prompt, prompt: Prompt, n_common: int) -> bool:
+        """It holds the cells, or will do so before this one: of two that wait for a slot the later one follows."""
         if other.runs:
             return other.turn.slot_id is not None or other.number < prompt.number
-        return self._slot_of(other) is not None
+        slot_id, n_held = self._slot_of(other), other.session.held_n_tokens
+        if slot_id is not None and n_held is None:  # its last turn did not say
+            slot = slot_in(self._watch.stats, slot_id)
+            n_held = slot.n_tokens if slot is not None else None
+        return slot_id is not None and n_held is not None and n_held >= n_common
 
     def _slot_of(self, prompt: Prompt) -> SlotId | None:
         """The slot that its turn runs in, or ran in if it still is its session's."""
@@ -319,7 +343,7 @@ class FanOut:
             waiter.n_common = lcp_tokens(flight.tokens, _known(waiter.prompt))
             if waiter.n_common < self.min_tokens:
                 _tell(waiter, True)  # to look again
-        _tell(heir, False)
+        _tell(heir, True)  # it finds itself in the lead, or somebody else to follow
         return True
 
     def _pass_on(self, slot_id: SlotId, before: SessionId, to: SessionId) -> None:

@@ -114,9 +114,11 @@ class TurnRelay:
         call, receipt = self._call, self._receipt
         fields, attach = call.fields, self._control.attach
         n_bytes = len(call.raw)
-        asks = call.explicit or call.incompatible or len(self._control.tree) or self._control.fan_out.concerns(n_bytes)
+        asks = call.explicit or call.incompatible or len(self._control.tree)
         if not asks and attach.admission.lets_in(n_bytes, session.session_id):
-            return
+            asks = call.n_prompts == 1 and self._control.fan_out.begins_alike(self._turn, call.path, call.body, n_bytes)
+            if not asks:
+                return
         plan = self._plan = await self._control.decide_attach(
             AttachRequest(
                 path=call.path,

@@ -87,6 +87,16 @@ async def test_also_without_any_word_of_who_asks(engine: FakeEngine, proxy: Prox
     assert engine.n_prompt_cum == n_shared + sum(n_tokens(engine, CHAT, text) - n_shared for text in WORDS[:4])
 
 
+async def test_a_crowd(engine: FakeEngine, proxy: Proxy) -> None:
+    engine.prefill_s = 0.0005
+    texts = [f"{i}: what is that?" for i in range(60)]
+    receipts = await asyncio.gather(*(ask(proxy, text) for text in texts))
+    n_shared = n_common(engine, CHAT)
+    assert sorted(r["cached_n_tokens"] >= n_shared for r in receipts) == [False] + [True] * 59
+    assert engine.n_prompt_cum <= n_shared + sum(n_tokens(engine, CHAT, text) - n_shared for text in texts)
+    assert proxy.at_rest() == dict.fromkeys(proxy.at_rest(), 0)
+
+
 async def test_the_others_go_on_while_the_first_still_decodes(engine: FakeEngine, proxy: Proxy) -> None:
     hold = Hold()
     engine.on(CHAT, "chunk:1", hold)
