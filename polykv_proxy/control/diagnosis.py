@@ -2,18 +2,25 @@
 its findings goes to the log when an engine was found."""
 
 import logging
+import os
+import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from polykv_proxy.config import Settings
+from polykv_proxy.config import MEMORY_STATE, Settings
 from polykv_proxy.control.lease import Lease
 from polykv_proxy.control.room import Room
 from polykv_proxy.control.saved import SavedStates
 from polykv_proxy.control.watch import EngineWatch
 from polykv_proxy.doctor import EngineFlagFacts, Facts, examine
+from polykv_proxy.engine.local import states_folder
 from polykv_proxy.sessions import SessionBook
 from polykv_proxy.tree.tree import PoolTree
 from polykv_proxy.upstream import Stats
+
+_STATE_FILE = re.compile(r"[0-9a-f]{16}-[0-9]+\.state(\.tmp)?")
+"""What the engine calls its files of saved states, finished or not."""
 
 _TOLD_AT_BOOT = frozenset({"split_cache", "recurrent_model"})
 """Of what is only good to know, this changes what every pool is."""
@@ -43,6 +50,10 @@ def collect_facts(
     cells = stats.cells
     in_use = room.in_use()
     residents = tree.residents()
+    folder = states_folder(Path(settings.state_path)) if settings.state_path != MEMORY_STATE else None
+    # An engine with a budget of its own may be using them.
+    unused = known and not settings.warm_disk_bytes and not stats.saved.disk.n_bytes_max
+    left = _state_files(folder) if folder is not None and unused else None
     attached = {session.pool_id for session in sessions if not session.closed}
     return Facts(
         engine=watch.state,
@@ -94,8 +105,21 @@ def collect_facts(
         warm_off=saved.why_off if known else None,
         warm_disk_off=stats.saved.disk.why_off if settings.warm_disk_bytes else None,
         warm_after_s=settings.warm_after_s,
+        states_folder=str(folder) if folder is not None else None,
+        n_left_states=len(left) if left is not None else None,
+        left_states_bytes=sum(left) if left is not None else None,
         warm_settings=tuple(sorted(name for name in settings.model_fields_set if name.startswith("warm_"))),
     )
+
+
+def _state_files(folder: Path) -> list[int] | None:
+    """Sizes of the files that an engine made in this folder; None where it cannot be seen, as on another machine."""
+    try:
+        with os.scandir(folder) as entries:
+            files = [entry for entry in entries if _STATE_FILE.fullmatch(entry.name)]
+            return [file.stat(follow_symlinks=False).st_size for file in files if file.is_file(follow_symlinks=False)]
+    except OSError:
+        return None
 
 
 def boot_lines(facts: Facts) -> list[tuple[int, str]]:

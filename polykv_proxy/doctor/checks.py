@@ -18,6 +18,7 @@ ALWAYS: list[Check] = [
     use.pools_of_other_models,
     use.warm,
     use.warm_disk,
+    use.left_states,
     use.warm_under_pressure_only,
 ]
 

@@ -31,8 +31,10 @@ class Facts:
     ``hosts``: where the proxy listens. ``journal``: off = pools are forgotten when the proxy ends.
     ``journal_saved_copy``: where a damaged one was put. ``warm_off``: why no state is saved outside the cache, empty =
     it is; ``warm_disk_off``: why none is on disk although that was asked for. ``warm_settings``: those of the warm tier
-    that somebody set. ``warm_after_s``: 0 = idle pools leave under pressure only.
-    Units:   *_cells cells of the cache; n_ctx_slot tokens; recurrent_bytes bytes of one sequence's state
+    that somebody set. ``warm_after_s``: 0 = idle pools leave under pressure only. ``n_left_states``: files of saved
+    states in ``states_folder`` that no engine uses, since it has no budget for them.
+    Units:   *_cells cells of the cache; n_ctx_slot tokens; recurrent_bytes bytes of one sequence's state;
+             left_states_bytes bytes of all those files
     """
 
     engine: Literal["ready", "loading", "away", "unknown"] = "ready"
@@ -73,6 +75,9 @@ class Facts:
     warm_disk_off: str | None = None
     warm_after_s: float | None = None
     warm_settings: tuple[str, ...] = ()
+    states_folder: str | None = None
+    n_left_states: int | None = None
+    left_states_bytes: int | None = None
 
 
 def is_loopback(host: str) -> bool:

@@ -148,6 +148,20 @@ def warm_disk(facts: Facts) -> Finding | None:
     )
 
 
+def left_states(facts: Facts) -> Finding | None:
+    if not facts.n_left_states:
+        return None
+    n, size = facts.n_left_states, f"{(facts.left_states_bytes or 0) / 1e6:,.1f} MB"
+    return Finding(
+        "saved_states_left",
+        "warning",
+        f"{n} file{'s' if n > 1 else ''} of saved states ({size}) lie in {facts.states_folder}, and "
+        "POLYKV_WARM_DISK_BYTES is 0",
+        "no engine uses them, and they hold prompts",
+        "start again with `polykvctl up`: its engine removes them; or set POLYKV_WARM_DISK_BYTES, to use them again",
+    )
+
+
 def warm_under_pressure_only(facts: Facts) -> Finding | None:
     if facts.warm_off != "" or facts.warm_after_s != 0:
         return None

@@ -100,3 +100,25 @@ async def test_keys_and_addresses():
         assert (await findings(plane))["no_admin_key"] == "warning"
     async with FakeEngine() as engine, planes(engine, host="0.0.0.0", admin_key="k") as plane:
         assert "no_admin_key" not in await findings(plane)
+
+
+async def test_files_of_saved_states_that_nobody_uses(tmp_path):
+    """Only what the engine made is counted, and only where there is no budget for it, here or there."""
+    folder = tmp_path / "pools.db.states"
+    async with FakeEngine() as engine:
+        settings = {"state": str(tmp_path / "pools.db")}
+        async with planes(engine, **settings) as plane:
+            assert "saved_states_left" not in await findings(plane), "no folder"
+            folder.mkdir()
+            for name in ("notes.txt", "polykv.lock", "0123456789abcdef-7.txt", "0123456789ABCDEF-7.state"):
+                (folder / name).write_bytes(b"x" * 999)
+            (folder / "0123456789abcdef-9.state").symlink_to(folder / "notes.txt")
+            assert "saved_states_left" not in await findings(plane), "none of the engine's"
+            (folder / "0123456789abcdef-7.state").write_bytes(b"x" * 1_500_000)
+            (folder / "0123456789abcdef-8.state.tmp").write_bytes(b"x" * 1_000_000)
+            assert (await findings(plane))["saved_states_left"] == "warning"
+            assert f"2 files of saved states (2.5 MB) lie in {folder}" in await told(plane, "saved_states_left")
+        async with planes(engine, warm_disk_bytes=1 << 20, **settings) as plane:
+            assert "saved_states_left" not in await findings(plane), "they are used, or will be"
+    async with FakeEngine(save_disk=1 << 20) as engine, planes(engine, **settings) as plane:
+        assert "saved_states_left" not in await findings(plane), "an engine that was given its own budget may use them"

@@ -112,6 +112,7 @@ CASES = [
     ("warm_unavailable", "warning", {"warm_off": "no memory", "warm_settings": ("warm_ram_bytes",)}),
     ("warm_disk_unavailable", "warning", {"warm_disk_off": "no path"}),
     ("warm_under_pressure_only", "info", {"warm_after_s": 0.0}),
+    ("saved_states_left", "warning", {"n_left_states": 1, "left_states_bytes": 38_500_000, "states_folder": "/s"}),
 ]
 
 
@@ -119,6 +120,16 @@ CASES = [
 def test_each_finding_alone(id_: str, severity: str, changed: dict[str, Any]):
     """Changing these facts of a good set-up makes this one finding and no other."""
     assert found(**changed) == [(id_, severity)]
+
+
+def test_how_much_is_left_on_disk_and_what_removes_it():
+    [left] = examine(
+        Facts(**GOOD | {"n_left_states": 12, "left_states_bytes": 1_234_500_000, "states_folder": "/state/x.db.states"})
+    )
+    assert left.what == (
+        "12 files of saved states (1,234.5 MB) lie in /state/x.db.states, and POLYKV_WARM_DISK_BYTES is 0"
+    )
+    assert "polykvctl up" in left.do
 
 
 def test_a_small_context_on_a_split_cache():
