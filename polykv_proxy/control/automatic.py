@@ -6,11 +6,13 @@ when idle cells cost too much. What was not used for ``forget_after_s``, or is o
 leaves first: it is made again when two sessions begin so once more.
 """
 
+import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from polykv_proxy.control.endings import say_how_it_ended
 from polykv_proxy.control.pools import PoolWork
 from polykv_proxy.errors import JournalFailed, PoolHasChildren, PoolInUse, PrefixMismatch
 from polykv_proxy.ids import PoolId, SeqId, SlotId
@@ -33,6 +35,7 @@ class AutomaticPools(PoolWork):
         super().__init__(**work)
         self._forget_after_s, self._idle_tax = forget_after_s, idle_tax
         self._of_slot: dict[SlotId, PoolId] = {}
+        self._tending: asyncio.Task[None] | None = None
 
     # Of what several begin with --------------------------------------------------------------------------------------
 
@@ -97,8 +100,21 @@ class AutomaticPools(PoolWork):
 
     # Ageing ----------------------------------------------------------------------------------------------------------
 
-    async def tidy(self) -> None:
-        """Called by the heartbeat: the longest unused go first, one each time."""
+    def tend(self) -> None:
+        """Called by the heartbeat, which does not wait: an engine in a long batch answers late, and the lease runs."""
+        if self._tending is None or self._tending.done():
+            self._tending = asyncio.create_task(self._tidy(), name="polykv-automatic-pools")
+            self._tending.add_done_callback(
+                say_how_it_ended(log, "automatic pools stay", "a bug in what is done about automatic pools")
+            )
+
+    async def stop(self) -> None:
+        if self._tending is not None:
+            self._tending.cancel()
+            await asyncio.gather(self._tending, return_exceptions=True)
+
+    async def _tidy(self) -> None:
+        """The longest unused go first, one each time."""
         automatic = [pool for pool in self._tree if pool.auto]
         unused = sorted(self._unused(automatic), key=lambda pool: (pool.last_use_s, -pool.depth))
         if not unused:

@@ -271,6 +271,7 @@ class Control:
             task.cancel()
         await asyncio.gather(*self._working, return_exceptions=True)
         await self.fan_out.stop()
+        await self.pools.stop()
         await self.parking.stop()
         await self.watch.stop()
         await self.idle_pools.stop()
@@ -458,7 +459,7 @@ class Control:
             self.restorer.bring_back()
             self.parking.tend()
             self.idle_pools.tend()
-            await self.pools.tidy()
+            self.pools.tend()
 
     async def _in_own_task(self, work: Coroutine[Any, Any, Made]) -> Made:
         """Let it finish whatever happens to the caller."""
