@@ -84,10 +84,11 @@ class PromptBook:
 
     @property
     def min_bytes(self) -> int:
-        """So much two bodies share at least whose prompts share ``min_tokens``: a token of text is a byte or more, and
-        half of them may be the template's own.
+        """So much two bodies share whose prompts share ``min_tokens``: a token of text has two bytes or more, most have
+        four. What shares as many tokens in fewer bytes (digits, or a template with much text of its own) goes
+        unnoticed; it would gain little, and to look at every small request would cost all of them.
         """
-        return max(1, self.min_tokens // 2)
+        return max(1, self.min_tokens * 2)
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -206,6 +207,8 @@ def _beginning(path: str, body: Mapping[str, Any]) -> tuple[bytes, bytes]:
 
 def _common(one: bytes, other: bytes) -> int:
     low, high = 0, min(len(one), len(other))
+    if one[:high] == other[:high]:
+        return high
     while low < high:
         middle = (low + high + 1) // 2
         if one[low:middle] == other[low:middle]:

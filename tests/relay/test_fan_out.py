@@ -15,12 +15,14 @@ from tests.relay.dialect_cases import PATHS, SYSTEM, body_of, receipt_at
 from tests.relay.raw import until
 
 CHAT = "/v1/chat/completions"
+SHORT = {"auto_pool_min_tokens": 128}
+"""Tokens have one byte each here, not four: prompts of 128 tokens are as long as otherwise those of 512."""
 WORDS = ("Apples?", "Zebras!", "Moving on.", "1 and 2", "Brief: x", "[list]", "<b>", "never mind")
 
 
 @pytest_asyncio.fixture
 async def proxy(engine: FakeEngine, make_proxy: ProxyMaker) -> AsyncIterator[Proxy]:
-    async with make_proxy(engine.url, warm_after_s=0) as proxy:
+    async with make_proxy(engine.url, warm_after_s=0, **SHORT) as proxy:
         yield proxy
 
 
@@ -308,7 +310,7 @@ async def test_when_it_is_off_everybody_prefills(
 
 
 async def test_no_sequence_to_be_had_is_no_reason_to_fail(make_proxy: ProxyMaker) -> None:
-    async with FakeEngine(max_pools=1) as engine, make_proxy(engine.url) as proxy:
+    async with FakeEngine(max_pools=1) as engine, make_proxy(engine.url, **SHORT) as proxy:
         pool = await proxy.pool(tokens=[1, 2, 3])
         await proxy.client.post(f"/polykv/pools/{pool['pool_id']}/pin")
         receipts = await asyncio.gather(*(ask(proxy, text) for text in WORDS[:4]))
@@ -330,7 +332,7 @@ async def test_an_engine_that_cannot_say_is_not_waited_for(engine: FakeEngine, p
 
 
 async def test_what_was_not_used_for_long_is_taken_off_the_tree(engine: FakeEngine, make_proxy: ProxyMaker) -> None:
-    async with make_proxy(engine.url, session_idle_s=0.2, session_gap_s=0.1) as proxy:
+    async with make_proxy(engine.url, session_idle_s=0.2, session_gap_s=0.1, **SHORT) as proxy:
         ordered = await proxy.pool(tokens=[1, 2, 3])
         await asyncio.gather(*(ask(proxy, text) for text in WORDS[:2]))
         assert len(proxy.control.tree) == 2
