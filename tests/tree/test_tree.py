@@ -193,6 +193,30 @@ def test_holder_is_any_resident_with_the_same_beginning() -> None:
     assert tree.holder(root.pool_id) is root
 
 
+def test_of_several_holders_all_name_the_same_one() -> None:
+    """The nearest to the root, whoever became resident first; ``holders`` says what ``holder`` says of each."""
+    tree = PoolTree()
+    root = add_root(tree, toks(range(10)))
+    twin = add_root(tree, toks(range(10)))
+    middle = extend(tree, root.pool_id, toks(70))
+    deep = extend(tree, middle.pool_id, toks(71))
+    other = extend(tree, root.pool_id, toks(80))
+    aside = extend(tree, root.pool_id, toks(90), branch_pos=4)
+    for settled, of_root in ((deep, deep), (aside, deep), (other, other), (middle, middle)):
+        settle(tree, settled, "resident")
+        assert tree.holder(root.pool_id) is tree.holder(twin.pool_id) is of_root
+        held = {pool.pool_id: holder for pool in tree if (holder := tree.holder(pool.pool_id)) is not None}
+        assert tree.holders() == held
+    assert tree.holders() == {
+        root.pool_id: middle,
+        twin.pool_id: middle,
+        middle.pool_id: middle,
+        deep.pool_id: deep,
+        other.pool_id: other,
+        aside.pool_id: aside,
+    }
+
+
 def test_depth_64_keeps_tokens_and_hashes() -> None:
     tree = PoolTree()
     pool = add_root(tree, toks(range(20)))
