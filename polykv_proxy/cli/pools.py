@@ -153,7 +153,7 @@ def fork(
         )
         body |= _wishes(name, pin, ttl_s) | ({} if branch_pos is None else {"branch_pos": branch_pos})
         with control_client(url, admin_key) as control:
-            _say_made(control.post(_path(ref, "fork"), body), as_json=as_json)
+            _say_made(control.post(_path(ref, "fork"), body), parent=ref, as_json=as_json)
 
 
 @app.command("pin")
@@ -276,13 +276,15 @@ def _left_as(pool: dict[str, Any]) -> str:
     return f"{now}; what was saved of it is forgotten" if pool["was"] == "warm" else str(now)
 
 
-def _say_made(pool: dict[str, Any], *, as_json: bool) -> None:
+def _say_made(pool: dict[str, Any], *, parent: str | None = None, as_json: bool) -> None:
+    """``parent``: what the person called it."""
     if pool["same_as"] is not None:
         same = f"pool {pool['same_as']}"
         typer.echo(f"note: {same} has the very same tokens; release one of them if nobody needs both", err=True)
     if as_json:
         echo_json(pool)
         return
-    inherited = "" if pool["parent"] == -1 else f", {count(pool['branch_pos'])} of them from pool {pool['parent']}"
+    above = called({"pool_id": pool["parent"], "name": None if parent is None or parent.isdigit() else parent})
+    inherited = "" if pool["parent"] == -1 else f", {count(pool['branch_pos'])} of them from {above}"
     took = f" in {pool['materialize_ms']:,.0f} ms" if pool.get("materialize_ms") is not None else ""
     typer.echo(f"{called(pool)}: {count(pool['prefix_len'])} tokens{inherited}; {pool['residency']}{took}")

@@ -98,7 +98,8 @@ async def test_what_there_was_nothing_to_do_for_is_said() -> None:
                 "nothing to evict: neither this pool nor any below it has a sequence in the cache"
             )
             await told("pin", "a")
-            await told("fork", "a", "--prompt", "x" * 1000 + "y")
+            made = await told("fork", "a", "--prompt", "x" * 1000 + "y")
+            assert made.startswith("pool 2: 1,001 tokens, 1,000 of them from pool 1 (a); resident in ")
             assert await told("evict", "a") == (
                 "pool 1 (a): still resident: its own sequence is free, and that of pool 2 holds all of it"
             )
