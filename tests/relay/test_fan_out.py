@@ -299,6 +299,15 @@ async def test_many_agents_with_one_prompt_are_not_compared_again(engine: FakeEn
     assert len(engine.requests("/polykv/engine/render")) <= n_renders + 17
 
 
+async def test_a_small_request_costs_the_engine_nothing_more(engine: FakeEngine, make_proxy: ProxyMaker) -> None:
+    """However many say the same: there is too little in it to be shared."""
+    async with make_proxy(engine.url) as proxy:
+        answers = [await proxy.chat("hello " * 40) for _ in range(4)]
+        answers += await asyncio.gather(*(proxy.chat("hello " * 40) for _ in range(4)))
+        assert [answer.status_code for answer in answers] == [200] * 8
+        assert engine.requests("/polykv/engine/render") == []
+
+
 @pytest.mark.parametrize("settings", [{"auto_pool_min_tokens": 0}, {"mode": "explicit"}, {"auto_pool_min_tokens": 999}])
 async def test_when_it_is_off_everybody_prefills(
     engine: FakeEngine, make_proxy: ProxyMaker, settings: dict[str, Any]
