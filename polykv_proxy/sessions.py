@@ -162,6 +162,8 @@ class SessionBook:
             self._rouse(session)
             session.closed = False
             self._rest(session)
+        if session.parent is None:
+            session.parent = parent
         return session
 
     def recognise(self, conversation: Conversation | None, now_s: float) -> Session | None:

@@ -8,7 +8,7 @@ import sys
 
 import typer
 
-from polykv_proxy.cli import demo, doctor, engine, match, model, pools, serve, sessions, up
+from polykv_proxy.cli import demo, doctor, engine, explain, match, model, pools, serve, sessions, up
 
 app = typer.Typer(
     name="polykvctl",
@@ -21,6 +21,7 @@ app.command("demo")(demo.demo)
 app.command("up")(up.up)
 app.command("serve")(serve.serve)
 app.command("match")(match.match)
+app.command("explain")(explain.explain)
 app.command("doctor")(doctor.doctor)
 app.add_typer(pools.app, name="pools")
 app.add_typer(sessions.app, name="sessions")

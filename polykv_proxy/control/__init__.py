@@ -24,6 +24,8 @@ parking    conversations without a slot (``slot_states``)
 sources    from prompts, messages and sessions to tokens
 snapshots  a slot's context as a pool
 seen       conversations that need not be rendered again (pure)
+receipts   what became of the last requests
+diverged   where a prompt left what it was expected to begin with (``divergence``: pure)
 views      questions, answered as JSON
 orders     what can be asked, as values
 """

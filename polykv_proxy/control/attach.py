@@ -30,6 +30,9 @@ from polykv_proxy.tree.tree import PoolTree
 
 log = logging.getLogger("polykv.attach")
 
+AT_ONCE_S = 0.0005
+"""A pool that is resident after so long was so before."""
+
 EXPLAIN_S = 1.0
 """A reply that is there waits no longer than this for the reason of its miss."""
 
@@ -72,7 +75,7 @@ class Attacher:
             raise
         finally:
             waited_s = self._room.take_waited_s()
-        return replace(plan, waited_s=waited_s) if waited_s else plan
+        return replace(plan, waited_s=waited_s + plan.made_s) if waited_s or plan.made_s else plan
 
     async def _decide(self, request: AttachRequest) -> AttachPlan:
         named = self._named(request)
@@ -103,16 +106,20 @@ class Attacher:
         if pool is not await self._place(request, found, pool, counts=counts):
             pool = None
         if pool is None:
-            return unpooled or AttachPlan(miss_reason="not_resident", asked=asked)
+            plan = unpooled or AttachPlan(miss_reason="not_resident", asked=asked)
+            return replace(plan, tokens=found.tokens) if found.tokens is not None else plan
         # 5.
+        began_s = self._clock()
         try:
             held = await self._residency.ensure(pool)
         except PolyKVError as e:
+            made_s = self._clock() - began_s
             log.warning("pool %s cannot be resident now: %s", pool.label, e.message)
             self._named(request)
             await self._place(request, found, None, counts=counts)
             reason = "no_pool" if isinstance(e, PoolNotFound) else "not_resident"
-            return AttachPlan(miss_reason=reason, asked=asked)
+            return AttachPlan(miss_reason=reason, asked=asked, made_s=made_s)
+        made_s = self._clock() - began_s
         n_prefix = found.prefix_n_tokens if request.explicit_p is None else request.explicit_p
         wanted = pool.prefix_len if found.n_tokens is None else min(pool.prefix_len, found.n_tokens)
         diverged = found.exact and request.explicit_p is None and n_prefix < wanted
@@ -124,8 +131,10 @@ class Attacher:
             seq_id=held.seq_id,
             gen=held.gen,
             epoch=held.epoch,
+            made_s=made_s if made_s >= AT_ONCE_S else 0.0,
             asked=pool.pool_id,
             seen=found.seen,
+            tokens=found.tokens,
         )
 
     def _cannot_attach(self) -> str | None:

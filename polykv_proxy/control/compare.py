@@ -4,7 +4,7 @@ The engine renders, tokens are compared here, and what was compared before is no
 """
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from polykv_proxy.control.orders import AttachPlan, AttachRequest
@@ -38,7 +38,7 @@ class Comparison:
     """A prompt against the pools. ``n_tokens`` of the (shortest) prompt; None = not rendered.
 
     ``n_prompts``, ``n_total``: prompts that the engine works on at the same time, and their tokens. ``seen``: what was
-    remembered instead of comparing.
+    remembered instead of comparing. ``tokens``: of a single prompt that was rendered.
     """
 
     pool: Pool | None = None
@@ -48,6 +48,7 @@ class Comparison:
     n_prompts: int = 1
     n_total: int | None = None
     seen: Seen | None = None
+    tokens: Tokens | None = field(default=None, repr=False)
 
 
 class Comparer:
@@ -75,7 +76,7 @@ class Comparer:
     ) -> Comparison:
         """Compare a request, rendered (``prompts``) or not. Raises Unpooled."""
         if not len(self._tree):
-            return Comparison()
+            return Comparison(tokens=_single(prompts))
         session = self._sessions.get(request.session) if request.session is not None else None
         of_session = self._tree.find(session.pool_id) if session is not None and session.pool_id is not None else None
         target = named or of_session
@@ -108,7 +109,7 @@ class Comparer:
         lengths = [len(tokens) for tokens in prompts]
         n_tokens = min(lengths)
         n_prompts, n_total = self.at_once(lengths)
-        counted = Comparison(None, 0, n_tokens, True, n_prompts, n_total)
+        counted = Comparison(None, 0, n_tokens, True, n_prompts, n_total, tokens=_single(prompts))
         pool, n_prefix = self._best(prompts, counted, named, of_session, at_least)
         return replace(counted, pool=pool, prefix_n_tokens=n_prefix)
 
@@ -227,3 +228,7 @@ class Comparer:
             self.seen.remember(chain[-1], pool.pool_id, seen)
             if not self._tree.is_continued(pool.pool_id):  # else a chat may match another pool further
                 self.seen.remember(chain[-1], None, seen)
+
+
+def _single(prompts: list[Tokens] | None) -> Tokens | None:
+    return prompts[0] if prompts is not None and len(prompts) == 1 else None

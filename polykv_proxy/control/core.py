@@ -18,6 +18,7 @@ from polykv_proxy.control.attach import Attacher
 from polykv_proxy.control.automatic import AutomaticPools
 from polykv_proxy.control.compare import Comparer
 from polykv_proxy.control.diagnosis import boot_lines, collect_facts
+from polykv_proxy.control.diverged import Divergences
 from polykv_proxy.control.dry_run import DryRun
 from polykv_proxy.control.fan_out import FanOut
 from polykv_proxy.control.keeping import Keeping
@@ -27,6 +28,7 @@ from polykv_proxy.control.orders import AttachPlan, AttachRequest, CreatePool, F
 from polykv_proxy.control.parking import Parking
 from polykv_proxy.control.permission import Permission
 from polykv_proxy.control.readings import Readings, take_readings
+from polykv_proxy.control.receipts import RequestLog
 from polykv_proxy.control.residency import Residency
 from polykv_proxy.control.restore import Restorer
 from polykv_proxy.control.retention import Retention
@@ -128,6 +130,10 @@ class Control:
             engine=self.engine,
             watch=self.watch,
         )
+        self.requests = RequestLog(unix_offset_s)
+        self.divergences = Divergences(
+            render=self.comparer.render, can_render=lambda: self.watch.hooks is True, tree=self.tree
+        )
         self.dry_run = DryRun(
             tree=self.tree,
             comparer=self.comparer,
@@ -207,7 +213,7 @@ class Control:
             journal=self.journal,
             model=lambda: self.restorer.n_models,
             tree_changed=self.comparer.forget_deepest,
-            learn_pool=self.comparer.learn_pool,
+            learn_pool=self._learn_pool,
             clock=clock,
         )
         self.fan_out = FanOut(
@@ -272,6 +278,7 @@ class Control:
         await asyncio.gather(*self._working, return_exceptions=True)
         await self.fan_out.stop()
         await self.pools.stop()
+        await self.divergences.stop()
         await self.parking.stop()
         await self.watch.stop()
         await self.idle_pools.stop()
@@ -373,6 +380,11 @@ class Control:
         """Raises PoolNotFound (404), and as ``Residency.ensure``."""
         return (await self.residency.ensure(self.tree.get(pool_id))).seq_id
 
+    def _learn_pool(self, pool: Pool, path: str, body: dict[str, Any]) -> None:
+        """A pool was made of this body."""
+        self.comparer.learn_pool(pool, path, body)
+        self.divergences.learn_pool(pool, path, body)
+
     async def _pool_of_slot(self, slot_id: SlotId, prompts: list[Tokens]) -> Pool | None:
         return await self._in_own_task(self.pools.of_slot(slot_id, prompts))
 
@@ -387,6 +399,7 @@ class Control:
         if session is None:
             raise SessionNotFound(f"no session {str(session_id)[:64]!r}")
         self.slots.forget([session_id])
+        self.divergences.forget(session_id)
         return {"session_id": session_id, "detached_from": session.pool_id, "n_running": len(session.turns)}
 
     # The data plane ------------------------------------------------------------------------------------------------
@@ -395,7 +408,7 @@ class Control:
         """Decide which pool a request gets, and wait until it is resident. See ``fan_out``, ``attach``."""
         request, waited_s = await self.fan_out.join(request)
         plan = await self.attach.decide(request)
-        return replace(plan, waited_s=plan.waited_s + waited_s) if waited_s else plan
+        return replace(plan, waited_s=plan.waited_s + waited_s, joined_s=waited_s) if waited_s else plan
 
     def settle(self, plan: AttachPlan, outcome: Outcome) -> str | None:
         """Count a request that ended, and give the miss reason of its receipt."""

@@ -92,7 +92,8 @@ class AttachPlan:
                             send; else it is an upper estimate and the engine is left to compare (-1)
     ``seq_id, gen, epoch``  which sequence, and for which content and which start of the engine this was meant
     ``miss_reason``         also set on a partial hit (``diverged``)
-    ``waited_s``            how long it waited for cells
+    ``waited_s``            how long it waited: for another request's prefill (``joined_s``), until the pool was
+                            resident (``made_s``), and the rest for cells
     """
 
     pool_id: PoolId | None = None
@@ -103,10 +104,14 @@ class AttachPlan:
     gen: int | None = None
     epoch: str | None = None
     waited_s: float = 0.0
+    joined_s: float = 0.0
+    made_s: float = 0.0
     asked: PoolId | None = None
     """The pool this was about, also when nothing came of it."""
     seen: Seen | None = field(default=None, compare=False, repr=False)
     """What was remembered of the prompt, if it was not rendered."""
+    tokens: Tokens | None = field(default=None, compare=False, repr=False)
+    """The prompt, if it was."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

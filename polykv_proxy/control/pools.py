@@ -13,7 +13,7 @@ from polykv_proxy.control.orders import CreatePool, ForkPool, Source
 from polykv_proxy.control.residency import Residency
 from polykv_proxy.control.retention import Retention
 from polykv_proxy.control.snapshots import Snapshots
-from polykv_proxy.control.sources import CHAT, fetch_tokens
+from polykv_proxy.control.sources import CHAT, COMPLETION, fetch_tokens
 from polykv_proxy.control.views import Views, pool_answer
 from polykv_proxy.control.watch import EngineWatch
 from polykv_proxy.errors import (
@@ -193,6 +193,8 @@ class PoolWork:
         return tokens
 
     def _learn_messages(self, pool: Pool, source: Source) -> None:
+        if source.prompt is not None:
+            self._learn_pool(pool, COMPLETION, {"prompt": source.prompt})
         if source.messages is None:
             return
         body: dict[str, Any] = {"messages": source.messages}

@@ -7,6 +7,7 @@ pump        bytes from the engine to the client; what a broken reply looks like
 connection  heads that cannot be read, below the application
 doors       which door a request target leads to, however it is spelled (pure)
 dialects    what a request says, in four dialects (pure)
+speakers    who is speaking, by the headers of agents (pure)
 fields      the contract's fields in bodies and headers (pure)
 rewrite     the request as the engine gets it (pure)
 json_bytes  JSON edited in place (pure)

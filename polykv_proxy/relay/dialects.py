@@ -13,7 +13,6 @@ import orjson
 
 from polykv_proxy.conversation import Conversation
 from polykv_proxy.errors import InvalidJson
-from polykv_proxy.ids import SessionId
 from polykv_proxy.relay.fields import BODY_FIELDS, Fields, read_fields
 
 
@@ -136,20 +135,6 @@ def conversation_of(call: Call) -> Conversation | None:
         name + orjson.dumps(front),
         [(str(m.get("role", "")) if isinstance(m, dict) else "", orjson.dumps(m)) for m in messages],
     )
-
-
-def named_session(headers: Mapping[str, str]) -> tuple[SessionId | None, SessionId | None]:
-    """The session an agent names by its own headers, and its parent."""
-    if claude := headers.get("x-claude-code-session-id"):
-        agent = headers.get("x-claude-code-agent-id")
-        if not agent:
-            return SessionId(claude), None
-        parent = headers.get("x-claude-code-parent-agent-id")
-        return SessionId(f"{claude}/{agent}"), SessionId(f"{claude}/{parent}" if parent else claude)
-    for name in ("x-session-affinity", "session-id", "x-conversation-id"):
-        if value := headers.get(name):
-            return SessionId(value), None
-    return None, None
 
 
 def _positive(value: Any) -> int:

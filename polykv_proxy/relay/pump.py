@@ -21,6 +21,7 @@ from polykv_proxy.upstream import UpstreamResponse
 _SANE_ID = re.compile(r"[A-Za-z0-9._:+/=-]{1,128}")
 _BEGUN = web.RequestKey("polykv_begun", bool)
 _SAID = web.RequestKey("polykv_said", dict[str, str])
+_RECORDED = web.RequestKey("polykv_recorded", bool)
 BODY_IDLE_S = 30.0
 STALL_S = 60.0
 _READ_AT_ONCE = 1 << 20
@@ -199,6 +200,15 @@ async def cut(
 def say_if_refused(request: web.Request, headers: Iterable[tuple[str, str]]) -> None:
     """What an error reply of ours to this request would carry besides; the last word counts."""
     request[_SAID] = dict(headers)
+
+
+def mark_recorded(request: web.Request) -> None:
+    """It has a receipt that says how it was refused."""
+    request[_RECORDED] = True
+
+
+def is_recorded(request: web.Request) -> bool:
+    return _RECORDED in request
 
 
 def refuse(request: web.Request, error: PolyKVError, dialect: Dialect | None, request_id: str) -> web.Response:

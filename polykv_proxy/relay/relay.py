@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from aiohttp import web
 
 from polykv_proxy.control import Control
+from polykv_proxy.control.receipts import RequestRecord
 from polykv_proxy.errors import Draining, InvariantError, PolyKVError, PoolNotFound, RequestError, UpstreamError
 from polykv_proxy.ids import SlotId
 from polykv_proxy.relay.desk import SlotDesk
@@ -21,6 +22,7 @@ from polykv_proxy.relay.fields import BODY_FIELDS, OWN_HEADERS, Fields, in_heade
 from polykv_proxy.relay.metrics import metrics_answer
 from polykv_proxy.relay.pump import (
     has_begun,
+    is_recorded,
     pump_plain,
     raw_headers_of,
     read_body,
@@ -60,6 +62,7 @@ class Relay:
     async def handle(self, request: web.Request, target: str, request_id: str) -> web.StreamResponse:
         """Serve a request of the data plane. ``target``: its origin form, as it came."""
         error: PolyKVError
+        began_s = self.clock()
         self.n_running += 1
         self.idle.clear()
         try:
@@ -85,7 +88,24 @@ class Relay:
             if request.transport is not None:
                 request.transport.abort()
             raise error
-        return refuse(request, error, self.dialect_of(request, target), request_id)
+        dialect = self.dialect_of(request, target)
+        if dialect is not None and not is_recorded(request):
+            self.control.requests.add(self._record_of(error, target.partition("?")[0], dialect, request_id, began_s))
+        return refuse(request, error, dialect, request_id)
+
+    def _record_of(
+        self, error: PolyKVError, path: str, dialect: Dialect, request_id: str, began_s: float
+    ) -> RequestRecord:
+        """Of a request that was refused before it was anybody's turn."""
+        return RequestRecord(
+            request_id,
+            path,
+            dialect.name.lower(),
+            began_s,
+            status=error.status,
+            error=error.code,
+            ended_s=self.clock(),
+        )
 
     def drain(self) -> None:
         """New work and everybody in line is refused; what runs goes on."""

@@ -19,16 +19,19 @@ import orjson
 from aiohttp import web
 
 from polykv_proxy.control import AttachPlan, AttachRequest, Control, Outcome
+from polykv_proxy.control.diverged import Said
+from polykv_proxy.control.receipts import RequestRecord
 from polykv_proxy.conversation import Conversation
 from polykv_proxy.errors import PolyKVError, UpstreamError
 from polykv_proxy.ids import SlotId
 from polykv_proxy.relay.desk import SlotDesk
-from polykv_proxy.relay.dialects import Call, Dialect, conversation_of, named_session
-from polykv_proxy.relay.fields import OWN_HEADERS, can_be_session_id
+from polykv_proxy.relay.dialects import Call, Dialect, conversation_of
+from polykv_proxy.relay.fields import OWN_HEADERS
 from polykv_proxy.relay.json_bytes import append_to_object
-from polykv_proxy.relay.pump import begin, cut, is_sse, pump_plain, raw_headers_of, say_if_refused, send
+from polykv_proxy.relay.pump import begin, cut, is_sse, mark_recorded, pump_plain, raw_headers_of, say_if_refused, send
 from polykv_proxy.relay.receipt import Receipt
 from polykv_proxy.relay.rewrite import rewrite
+from polykv_proxy.relay.speakers import speaker_in
 from polykv_proxy.relay.sse import SseReader
 from polykv_proxy.relay.usage import add_whole, rate_in
 from polykv_proxy.sessions import Session, SessionBook, Usage
@@ -68,6 +71,7 @@ class TurnRelay:
         self._complete = self._failed = False
         self._sent = False
         self._status: int | None = None
+        self._family: str | None = None
         self._slot_id: SlotId | None = None
         self._left: list[Displaced] = []
         self._preparing: asyncio.Task[None] | None = None
@@ -80,6 +84,9 @@ class TurnRelay:
         self._receipt = Receipt(session.session_id, ctx_total=self._control.ctx_total)
         self._turn = self._books.begin(session, now_s)
         usage = Usage()
+        record = self._record = RequestRecord(request_id, call.path, call.dialect.name.lower(), now_s, call.stream)
+        record.turn, record.told, record.usage = self._turn, self._receipt, usage
+        self._control.requests.add(record)
         try:
             await self._decide(session)
             grant = await self._take_slot(session, said, look_first)
@@ -88,7 +95,9 @@ class TurnRelay:
                 return await self._send(request_id, grant, usage)
             finally:
                 self._give_back(grant)
-        except PolyKVError:
+        except PolyKVError as e:
+            record.error, self._status = e.code, self._status or e.status
+            mark_recorded(self._request)
             if self._touched:
                 say_if_refused(self._request, self._receipt.headers(session.tps))
             raise
@@ -98,22 +107,27 @@ class TurnRelay:
             self._books.end(self._turn, usage, self._clock(), said=answered)
             if unheard_of and self._status != 200 and self._books.get(session.session_id) is session:
                 self._control.drop_session(session.session_id)  # it was told nothing that it could come back to
+            record.status, record.slot_id, record.ended_s = self._status, self._slot_id, self._clock()
+            if self._sent and not self._complete and record.error is None:
+                record.error = "incomplete"
             self._control.parking.tend()
 
     # Before the engine has it --------------------------------------------------------------------------------------
 
     def _who(self, said: Conversation | None, now_s: float) -> Session:
-        if self._call.fields.session is not None:
-            return self._books.name(self._call.fields.session, now_s)
-        named, parent = named_session(self._request.headers)
-        if named is not None and can_be_session_id(named):
-            return self._books.name(named, now_s, parent=parent)
+        speaker = speaker_in(self._call, self._request.headers)
+        self._family = speaker.family
+        named = self._call.fields.session or speaker.session
+        if named is not None:
+            return self._books.name(named, now_s, parent=speaker.parent if speaker.parent != named else None)
         return self._books.recognise(said, now_s) or self._books.make(now_s)
 
     async def _decide(self, session: Session) -> None:
         call, receipt = self._call, self._receipt
         fields, attach = call.fields, self._control.attach
         n_bytes = len(call.raw)
+        if self._control.watch.hooks is False and not call.explicit:
+            return
         asks = call.explicit or call.incompatible or len(self._control.tree)
         if not asks and attach.admission.lets_in(n_bytes, session.session_id):
             asks = call.n_prompts == 1 and self._control.fan_out.begins_alike(self._turn, call.path, call.body, n_bytes)
@@ -138,7 +152,11 @@ class TurnRelay:
         )
         receipt.pool_id, receipt.miss_reason = plan.pool_id, plan.miss_reason
         receipt.prefix_n_tokens = plan.prefix_n_tokens
-        receipt.hold_ms += round(plan.waited_s * 1e3)
+        if plan.waited_s:
+            receipt.hold_ms += round(plan.waited_s * 1e3)
+            self._record.hold("shared_prefill", plan.joined_s)
+            self._record.hold("pool", plan.made_s)
+            self._record.hold("cells", plan.waited_s - plan.joined_s - plan.made_s)
 
     async def _take_slot(self, session: Session, said: Conversation | None, look_first: bool) -> Grant | None:
         call, n_slots = self._call, self._desk.book.n_slots
@@ -146,15 +164,17 @@ class TurnRelay:
             return None
         if call.own_slot is not None:
             self._slot_id = SlotId(call.own_slot % n_slots)
-            self._left = self._control.parking.leaving(self._desk.occupy(self._slot_id))
+            self._record.displaced = self._desk.occupy(self._slot_id)
+            self._left = self._control.parking.leaving(self._record.displaced)
             return None
         n = call.n_finals if call.n_choices <= n_slots else 1  # more choices than slots: the engine refuses it
         since_s = self._clock()
         grant = await self._desk.acquire(
             session.session_id, min(n, n_slots), said, look_first=look_first, on_wait=self._control.room.put_off
         )
-        waited_ms = round((self._clock() - since_s) * 1e3)
+        waited_ms = self._record.hold("slot", self._clock() - since_s)
         self._receipt.hold_ms += waited_ms
+        self._record.displaced = grant.displaced
         self._slot_id = grant.slots[0]
         self._left = self._control.parking.leaving(grant.displaced)
         if waited_ms >= STALE_MS or self._control.room.is_put_off():
@@ -180,7 +200,7 @@ class TurnRelay:
         )
         if self._preparing is not None:
             await asyncio.wait([self._preparing])
-            self._receipt.hold_ms += round((self._clock() - since_s) * 1e3)
+            self._receipt.hold_ms += self._record.hold("saved_state", self._clock() - since_s)
 
     def _give_back(self, grant: Grant | None) -> None:
         if self._preparing is not None and not self._preparing.done():
@@ -364,8 +384,12 @@ class TurnRelay:
         self._settled = True
         if self._plan is None:
             self._control.room.settled()
-            return
-        self._receipt.miss_reason = self._control.settle(self._plan, self._outcome(usage))
+        else:
+            self._receipt.miss_reason = self._control.settle(self._plan, self._outcome(usage))
+        if self._status == 200 and self._call.n_finals == 1:
+            call = self._call
+            said = Said(call.path, call.body, len(call.raw), self._family)
+            self._control.divergences.settled(self._record, self._turn.session, said, self._plan)
 
     def _outcome(self, usage: Usage) -> Outcome:
         return Outcome(

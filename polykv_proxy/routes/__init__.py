@@ -3,6 +3,7 @@
 pools     create, fork, show, release
 match     what a request would get
 sessions  who is attached where
+requests  receipts of the last requests
 doctor    what is wrong with the set-up
 health    readiness
 openapi   all of this as OpenAPI 3.1, from the bodies' models and those of the answers (``shapes``)
@@ -19,6 +20,7 @@ from polykv_proxy.routes.health import health_routes
 from polykv_proxy.routes.match import match_routes
 from polykv_proxy.routes.openapi import openapi_routes
 from polykv_proxy.routes.pools import pool_routes
+from polykv_proxy.routes.requests import request_routes
 from polykv_proxy.routes.sessions import session_routes
 
 
@@ -29,6 +31,7 @@ def add_routes(app: web.Application, control: Control) -> None:
             *pool_routes(control),
             *match_routes(control),
             *session_routes(control),
+            *request_routes(control),
             *health_routes(control),
             *openapi_routes(),
         ]

@@ -17,10 +17,12 @@ from pydantic.json_schema import models_json_schema
 
 import polykv_proxy
 from polykv_proxy import errors
+from polykv_proxy.control.receipts import MAX_RECORDS
 from polykv_proxy.errors import PolyKVError
 from polykv_proxy.routes import shapes
 from polykv_proxy.routes.answers import answering, json_answer
 from polykv_proxy.routes.body import CreateBody, ForkBody, MatchBody
+from polykv_proxy.routes.requests import DEFAULT_LAST
 
 PATH = "/polykv/openapi.json"
 _REFS = "#/components/schemas/{model}"
@@ -138,6 +140,17 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("GET", "/polykv/sessions/{sid}"): Operation(summary="Show a session", answer=shapes.SessionShown, raises=SESSION),
     ("DELETE", "/polykv/sessions/{sid}"): Operation(
         summary="Forget a session and give up its slot", answer=shapes.SessionDropped, raises=SESSION
+    ),
+    ("GET", "/polykv/requests"): Operation(
+        summary="Show receipts of the last requests, the newest first",
+        answer=shapes.RequestsShown,
+        query={
+            "last": (
+                {"type": "integer", "minimum": 1, "maximum": MAX_RECORDS, "default": DEFAULT_LAST},
+                "So many at most.",
+            ),
+            "request_id": ({"type": "string"}, "Only those with this id."),
+        },
     ),
     ("GET", "/polykv/health"): Operation(summary="Say whether new work is served", answer=shapes.Health, also=(503,)),
     ("GET", "/polykv/doctor"): Operation(

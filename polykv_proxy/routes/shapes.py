@@ -322,6 +322,86 @@ class SessionDropped(_Shape):
     n_running: Count
 
 
+class DivergentSpan(_Shape):
+    """The line that differs, as offsets in characters of its text, cut to what can be shown."""
+
+    start: Count
+    end: Count
+    differs_at: Count
+    """The first other character."""
+    text: str | None
+    """At most 80 characters. null where data keys may ask: prompts of others are not theirs to read."""
+
+
+class RequestDivergence(_Shape):
+    """Where a prompt left what it was expected to begin with."""
+
+    against: Literal["session", "pool", "family"]
+    """The last prompt of its session, the pool it asked for, or a prompt of those it belongs together with."""
+    expected_n_tokens: Count | None
+    """So long was that."""
+    position: Count | None
+    """The first other token. null: not known, or not yet."""
+    field: str | None
+    """Of the body: system, tools, messages, … null: the text of the other one is not known any more."""
+    message: Count | None
+    """Counted from 0 in that field; a system prompt beside the messages is 0."""
+    role: str | None
+    part: Count | None
+    """Of its content, if that is a list."""
+    key: str | None
+    """Of the message, when not its content differs but, say, its ``reasoning_content``."""
+    span: DivergentSpan | None
+
+
+class RequestShown(_Shape):
+    """The receipt of one request."""
+
+    request_id: str
+    path: str
+    dialect: Literal["native", "completions", "chat", "messages", "responses"]
+    stream: bool | None
+    received_ts: float
+    sent_ts: float | None
+    """When the engine got it."""
+    first_token_ts: float | None
+    """Known of streamed replies."""
+    ended_ts: float | None
+    """null: it is under way."""
+    status: int | None
+    error: str | None
+    """The code that the proxy answered with; ``incomplete``: the client left, or the reply broke off."""
+    decision: Literal["attached", "unpooled", "refused"] | None
+    """null: it waits, or its client left while it did."""
+    session_id: str | None
+    parent_session_id: str | None
+    pool_id: int | None
+    prefix_n_tokens: Count
+    """Tokens that were expected to be shared."""
+    cached_n_tokens: Count | None
+    """Tokens that the engine reused."""
+    prompt_n: Count | None
+    """Tokens that it prefilled."""
+    predicted_n: Count | None
+    slot_id: Count | None
+    displaced: list[str]
+    """Sessions that lost their slot by it."""
+    hold_ms: Count
+    """How long it waited in all, before the engine got it."""
+    held_ms: dict[Literal["slot", "cells", "pool", "shared_prefill", "saved_state"], Count]
+    """What for: a free slot, free cells, a pool that came back, another request's prefill, states saved and loaded."""
+    miss_reason: str | None
+    divergence: RequestDivergence | None
+    normalised: list[str]
+    """Which lines of it were pinned (``POLYKV_NORMALISE``)."""
+
+
+class RequestsShown(_Shape):
+    """The newest first."""
+
+    requests: list[RequestShown]
+
+
 class EngineHealth(_Shape):
     """The llama-server behind the proxy."""
 

@@ -41,6 +41,12 @@ POOL = {
 OF_POOL = {
     *("session_id", "suffix_n_tokens", "marginal_kv_bytes", "tps_ewma", "ttft_ms", "state"),
 }
+RECEIPT = {
+    *("request_id", "path", "dialect", "stream", "received_ts", "sent_ts", "first_token_ts", "ended_ts", "status"),
+    *("error", "decision", "session_id", "parent_session_id", "pool_id", "prefix_n_tokens", "cached_n_tokens"),
+    *("prompt_n", "predicted_n", "slot_id", "displaced", "hold_ms", "held_ms", "miss_reason", "divergence"),
+    "normalised",
+}
 SESSION = {
     *("session_id", "pool_id", "slot_id", "state", "tps_ewma", "ctx_used", "ctx_total", "ctx_headroom_tokens"),
 }
@@ -205,3 +211,14 @@ async def test_two_answers_about_an_unchanged_tree_are_the_same(proxy: Proxy) ->
     await made(proxy, prompt=TEXT)
     first, second = [(await proxy.client.get("/polykv/pools")).json() for _ in range(2)]
     assert first == second
+
+
+async def test_receipts_of_the_last_requests_hold_no_prompt(proxy: Proxy) -> None:
+    await made(proxy, prompt=TEXT)
+    await ask(proxy, TEXT + "Go.", session_id="s")
+    answer = await proxy.client.get("/polykv/requests", params={"last": 1})
+    (receipt,) = answer.json()["requests"]
+    assert receipt.keys() == RECEIPT
+    assert (receipt["session_id"], receipt["pool_id"], receipt["decision"]) == ("s", 1, "attached")
+    assert receipt["prefix_n_tokens"] == receipt["cached_n_tokens"] == len(TEXT)
+    assert TEXT[:10] not in answer.text

@@ -82,6 +82,11 @@ class Served:
             async with httpx.AsyncClient(base_url=self.url, trust_env=False) as client:
                 turn = {"prompt": list(range(60)), "n_predict": 2, "session_id": "agent"}
                 (await client.post("/completion", json=turn)).raise_for_status()
+                await client.post("/completion", content=b"{")
+                for text in ("look at the parser", "look at the lexer, the lexer"):  # a receipt with all there is
+                    messages = [{"role": "user", "content": text}, {"role": "assistant", "content": "yes"}]
+                    chat = {"messages": messages, "max_tokens": 2, "session_id": "agent"}
+                    (await client.post("/v1/chat/completions", json=chat)).raise_for_status()
 
 
 @pytest.fixture(scope="module")

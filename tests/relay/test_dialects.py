@@ -13,7 +13,6 @@ from polykv_proxy.relay.dialects import (
     Dialect,
     conversation_of,
     may_carry_fields,
-    named_session,
     parse_json,
     read_call,
 )
@@ -163,21 +162,9 @@ def test_a_named_tool_choice_becomes_required() -> None:
     assert not read(body={"tool_choice": "auto"}).replace
 
 
-def test_agent_headers_name_the_session_and_its_parent() -> None:
-    def who(**headers: str) -> tuple[str | None, str | None]:
-        return named_session(CIMultiDict({k.replace("_", "-"): v for k, v in headers.items()}))
-
-    assert who(x_claude_code_session_id="s") == ("s", None)
-    assert who(x_claude_code_session_id="s", x_claude_code_agent_id="a") == ("s/a", "s")
-    assert who(x_claude_code_session_id="s", x_claude_code_agent_id="a", x_claude_code_parent_agent_id="p") == (
-        "s/a",
-        "s/p",
-    )
-    assert who(x_session_affinity="x", session_id="y") == ("x", None)
-    assert who(session_id="y", x_conversation_id="z") == ("y", None)
-    assert who(x_conversation_id="z") == ("z", None)
-    assert who() == (None, None)
+def test_agent_headers_are_no_field() -> None:
     assert not read(headers={"x-session-affinity": "x"}).explicit
+    assert not read(headers={"x-claude-code-session-id": "x", "session-id": "y"}).explicit
 
 
 def test_worth_parsing_only_if_a_field_can_be_in_it() -> None:

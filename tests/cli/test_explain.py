@@ -1,0 +1,83 @@
+"""``polykvctl explain`` against the real proxy, in front of the fake engine."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest_asyncio
+from aiohttp.test_utils import TestServer
+from typer.testing import CliRunner, Result
+
+from polykv_proxy.app import make_app
+from polykv_proxy.cli import app
+from polykv_proxy.config import load_settings
+from tests.fake_engine import FakeEngine
+
+RULES = "Read before you write, and say what you do not know. " * 3
+
+
+@pytest_asyncio.fixture
+async def proxy(engine: FakeEngine) -> AsyncIterator[str]:
+    application = make_app(load_settings(upstream_url=engine.url, state=":memory:"))
+    async with TestServer(application) as server:
+        yield str(server.make_url("/")).rstrip("/")
+
+
+async def chat(proxy: str, request_id: str, *said: str, **fields: Any) -> None:
+    roles = ("user", "assistant")
+    messages = [{"role": "system", "content": RULES}]
+    messages += [{"role": roles[i % 2], "content": text} for i, text in enumerate(said)]
+    body = {"messages": messages, "max_tokens": 2, **fields}
+    async with httpx.AsyncClient(base_url=proxy, trust_env=False) as client:
+        await client.post("/v1/chat/completions", json=body, headers={"x-request-id": request_id})
+
+
+async def explain(proxy: str, *args: str) -> Result:
+    return await asyncio.to_thread(CliRunner().invoke, app, ["explain", *args, "--url", proxy])
+
+
+async def test_the_latest_and_one_by_its_id(proxy: str) -> None:
+    await chat(proxy, "first", "look at the parser", session_id="s")
+    await chat(proxy, "second", "look at the lexer", "yes", "go", session_id="s")
+    for args in ((), ("second",)):
+        told = await explain(proxy, *args)
+        assert (told.exit_code, told.stderr) == (0, "")
+        lines = told.stdout.splitlines()
+        assert lines[0].startswith("request second: /v1/chat/completions, in one piece, ")
+        assert lines[0].endswith(", status 200")
+        assert lines[1] == "session s, in slot 0"
+        assert lines[2].startswith("prefix  no pool: 0 tokens expected, ")
+        assert "missed  diverged: the prompt leaves what it was expected to begin with" in lines
+        leaves = next(line for line in lines if line.startswith("leaves  "))
+        assert leaves.startswith("leaves  its session's last prompt of ")
+        assert leaves.endswith(", in messages[1] (user)")
+        assert lines[-1].strip() == "look at the lexer"
+    told = await explain(proxy, "first", "--json")
+    answer = json.loads(told.stdout)
+    assert (answer["request_id"], answer["divergence"]) == ("first", None)
+
+
+async def test_a_refusal(proxy: str) -> None:
+    async with httpx.AsyncClient(base_url=proxy, trust_env=False) as client:
+        await client.post("/v1/chat/completions", content=b"{", headers={"x-request-id": "bad"})
+    lines = (await explain(proxy)).stdout.splitlines()
+    assert lines[0].endswith(", error invalid_json")
+    assert "refused before it was read" in lines
+
+
+async def test_text_of_clients_is_shown_escaped(proxy: str) -> None:
+    await chat(proxy, "a", "look at the parser", session_id="s")
+    await chat(proxy, "b", "look at the \x1b[31mlexer", "yes", "go", session_id="s")
+    told = await explain(proxy)
+    assert "\x1b" not in told.stdout
+    assert "look at the \\x1b[31mlexer" in told.stdout
+
+
+async def test_nothing_to_explain(proxy: str) -> None:
+    told = await explain(proxy)
+    assert (told.exit_code, told.stdout) == (1, "")
+    assert told.stderr == "polykvctl: the proxy knows no request\n"
+    told = await explain(proxy, "nobody")
+    assert told.stderr == "polykvctl: the proxy knows no request nobody; it keeps the last 1,000\n"
