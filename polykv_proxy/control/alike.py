@@ -84,11 +84,10 @@ class PromptBook:
 
     @property
     def min_bytes(self) -> int:
-        """So much two bodies share whose prompts share ``min_tokens``: a token of text has two bytes or more, most have
-        four. What shares as many tokens in fewer bytes (digits, or a template with much text of its own) goes
-        unnoticed; it would gain little, and to look at every small request would cost all of them.
+        """So much two bodies share whose prompts share ``min_tokens``: a token of text has a byte or more, most have
+        four. Only a template that says more by itself than the bodies do would go unnoticed.
         """
-        return max(1, self.min_tokens * 2)
+        return max(1, self.min_tokens)
 
     def __len__(self) -> int:
         return len(self._prompts)

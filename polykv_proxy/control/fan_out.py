@@ -143,7 +143,11 @@ class FanOut:
         try:
             return await self._join(prompt, request)
         except Unpooled:
-            self._prompts.leave_out(prompt)  # cannot be rendered; ``attach`` says why
+            # It cannot be rendered (``attach`` says why), and that goes for all that begin so.
+            others = self._prompts.alike(prompt)
+            if others:
+                self._prompts.settle(prompt, alike_bytes(prompt, others[0]), self._comparer.version)
+            self._prompts.leave_out(prompt)
             return request, 0.0
 
     def _is_concerned(self, request: AttachRequest) -> bool:
@@ -197,6 +201,7 @@ class FanOut:
         n_pooled = match.prefix_n_tokens if match is not None else 0
         most = max((n for n, _ in shared), default=0)
         leading = [(n, other) for n, other in shared if n > most - MIN_GAIN_TOKENS and self._may_lead(other, prompt, n)]
+        leading = [(n, other) for n, other in leading if not self._waits_for(other, prompt)]
         # Who has a slot is further than who waits for one, or for somebody else.
         first = min(leading, key=lambda one: (self._slot_of(one[1]) is None, one[1].number), default=(most, prompt))
         n_common, leader = first
@@ -250,6 +255,17 @@ class FanOut:
         if known and slot_id is not None and self._slots.owner_of(slot_id) == prompt.session.session_id:
             return slot_id
         return None
+
+    def _waits_for(self, one: Prompt, other: Prompt) -> bool:
+        """Also by way of others. Who was first in line is not when it takes over from a leader that is gone."""
+        for _ in range(len(self._flights)):
+            flight = next((flight for flight in self._flights.values() if one.number in flight.waiting), None)
+            if flight is None:
+                return False
+            one = flight.leader
+            if one is other:
+                return True
+        return False
 
     def _has_its_own(self, prompt: Prompt) -> bool:
         """It goes on with what it said before, which the engine still has."""
@@ -330,7 +346,7 @@ class FanOut:
         """The leader is gone too early: the first who waits leads on, in the same slot if it can be had."""
         if not flight.waiting:
             return False
-        before, heir = flight.leader, flight.waiting.pop(next(iter(flight.waiting)))
+        before, heir = flight.leader, flight.waiting.pop(min(flight.waiting))
         log.info("session %s leads on for %s", heir.prompt.session.session_id, before.session.session_id)
         self._flights.pop(before.number, None)
         self._flights[heir.prompt.number] = flight

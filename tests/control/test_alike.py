@@ -66,10 +66,10 @@ def test_another_beginning_is_not_alike() -> None:
 
 def test_a_short_body_is_nobodys_business() -> None:
     assert Book().enter("one", chat("Hi", system="Short.")) is None
-    # Two bytes a token, and most have four: there cannot be 256 tokens in less.
-    assert Book().enter("one", {"prompt": "x" * 511}, path="/completion") is None
-    assert Book().enter("one", {"prompt": "x" * 512}, path="/completion") is not None
-    assert Book(128).enter("one", {"prompt": "x" * 256}, path="/completion") is not None
+    # A byte a token at least: there cannot be 256 tokens in less.
+    assert Book().enter("one", {"prompt": "x" * 255}, path="/completion") is None
+    assert Book().enter("one", {"prompt": "x" * 256}, path="/completion") is not None
+    assert Book(128).enter("one", {"prompt": "x" * 128}, path="/completion") is not None
 
 
 def test_tools_alone_are_a_beginning() -> None:

@@ -155,6 +155,42 @@ async def test_the_next_one_gets_the_slot_with_what_was_prefilled(engine: FakeEn
     assert proxy.control.sessions.get(WORDS[1]).slot_id == slot.id  # type: ignore[union-attr]
 
 
+async def test_that_slot_is_to_be_had_before_anybody_looks_at_it_again(
+    engine: FakeEngine, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slot whose client left is kept closed until it is seen at rest; who leads on has seen it."""
+    monkeypatch.setattr("polykv_proxy.relay.desk.LOOK_MIN_S", 60)
+    hold = Hold()
+    engine.on(CHAT, "prefill", hold)
+    first = asyncio.create_task(ask(proxy, WORDS[0]))
+    await hold.reached()
+    (slot,) = [slot for slot in engine.slots if slot.state == "prompt"]
+    engine.cache.append(slot, engine.template.render(CHAT, body_of(CHAT))[0][0][:200])
+    other = asyncio.create_task(ask(proxy, WORDS[1]))
+    await until(lambda: proxy.control.fan_out.n_waiting == 1)
+    first.cancel()
+    assert (await other)["cached_n_tokens"] == 200
+
+
+async def test_of_those_who_wait_the_first_in_line_leads_on(engine: FakeEngine, proxy: Proxy) -> None:
+    """Not who was compared first: else it follows the one in front of it in line, who follows it."""
+    prefill, render = Hold(), Hold()
+    engine.on(CHAT, "prefill", prefill)
+    first = asyncio.create_task(ask(proxy, WORDS[0]))
+    await prefill.reached()
+    engine.on("render", "request", render)
+    others = [asyncio.create_task(ask(proxy, WORDS[1]))]
+    await render.reached()
+    others += [asyncio.create_task(ask(proxy, text)) for text in WORDS[2:4]]
+    await until(lambda: proxy.control.fan_out.n_waiting == 2)
+    render.release()
+    await until(lambda: proxy.control.fan_out.n_waiting == 3)
+    first.cancel()
+    receipts = await asyncio.wait_for(asyncio.gather(*others), 20)
+    n_shared = n_common(engine, CHAT)
+    assert [r["cached_n_tokens"] for r in receipts] == [0, n_shared, n_shared]
+
+
 @pytest.mark.parametrize(
     "accident",
     [reply(500, {"error": {"code": 500, "message": "no", "type": "server_error"}}), drop()],
@@ -302,10 +338,18 @@ async def test_many_agents_with_one_prompt_are_not_compared_again(engine: FakeEn
 async def test_a_small_request_costs_the_engine_nothing_more(engine: FakeEngine, make_proxy: ProxyMaker) -> None:
     """However many say the same: there is too little in it to be shared."""
     async with make_proxy(engine.url) as proxy:
-        answers = [await proxy.chat("hello " * 40) for _ in range(4)]
-        answers += await asyncio.gather(*(proxy.chat("hello " * 40) for _ in range(4)))
+        answers = [await proxy.chat("hello " * 30) for _ in range(4)]
+        answers += await asyncio.gather(*(proxy.chat("hello " * 30) for _ in range(4)))
         assert [answer.status_code for answer in answers] == [200] * 8
         assert engine.requests("/polykv/engine/render") == []
+
+
+async def test_what_cannot_be_rendered_is_not_tried_again_and_again(engine: FakeEngine, proxy: Proxy) -> None:
+    engine.on("render", "request", reply(500, {"error": {"code": 500, "message": "no"}}), times=None)
+    for text in WORDS:
+        assert (await proxy.client.post(CHAT, json=body_of(CHAT, text))).status_code == 200
+    assert len(engine.requests("/polykv/engine/render")) <= 2
+    assert len(proxy.control.tree) == 0
 
 
 @pytest.mark.parametrize("settings", [{"auto_pool_min_tokens": 0}, {"mode": "explicit"}, {"auto_pool_min_tokens": 999}])
