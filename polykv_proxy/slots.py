@@ -191,13 +191,16 @@ class SlotBook:
         return self._pump(now_s)
 
     def pass_on(self, slot_id: SlotId, before: SessionId, to: SessionId) -> bool:
-        """What a session left in a slot is another one's own from here on. False: it is not there any more."""
+        """What a session left in a slot is another one's own from here on. False: it is not there any more.
+
+        The engine was seen to be done with it.
+        """
         if not 0 <= slot_id < len(self._slots):
             return False
         slot = self._slots[slot_id]
         if slot.ticket_id is not None or slot.owner not in (before, None):
             return False
-        slot.owner, slot.mark = to, None
+        slot.owner, slot.mark, slot.engine_busy = to, None, False
         return True
 
     def forget(self, sessions: Iterable[SessionId]) -> None:
