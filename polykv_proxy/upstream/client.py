@@ -269,11 +269,22 @@ class EngineClient:
         op |= {"seq": seq} if seq >= 0 else {"id_slot": id_slot}
         return _parse(Saved, await self._hook("POST", "/pools", orjson.dumps(op), "save", STATE_S), op["op"])
 
+    async def write_saved(self, tag: str) -> Saved:
+        """Have what is in memory under this tag written to the disk, too; what it was copied from may have changed.
+
+        When the connection breaks it may be written all the same: list and look for the tag.
+
+        Raises:  SavedGone when nothing (any more) is in memory under it, SavedBudget, SavingUnsupported
+        """
+        op = orjson.dumps({"op": "save", "tag": tag, "to": "disk"})
+        return _parse(Saved, await self._hook("POST", "/pools", op, "write", STATE_S), "write")
+
     async def load_pool(self, tag: str, *, parent_seq: int = -1, start: int = -1, seq: int = -1) -> Materialized:
         """Bring a saved state into a free pool sequence, behind ``[0, start)`` of the parent's. No prefill.
 
         ``parent_seq``: any ready pool with these tokens; needed when the state does not start at 0. ``start``: where it
-        is believed to start, -1 = wherever. Nothing makes room for it.
+        is believed to start, -1 = wherever; within the saved range: so many tokens are shared with the parent, if the
+        model can. Nothing makes room for it.
 
         When the connection breaks the engine may have loaded it: list and look for the tag.
 
@@ -299,13 +310,16 @@ class EngineClient:
         op = {"op": "clear", "id_slot": id_slot}
         return _parse(Cleared, await self._hook("POST", "/pools", orjson.dumps(op), "clear", MUTATE_S), op["op"])
 
-    async def forget_saved(self, tag: str) -> None:
-        """Forget what is saved under this tag, in memory and on disk. No error when there is nothing.
+    async def forget_saved(self, tag: str, place: Literal["ram", "disk"] | None = None) -> None:
+        """Forget what is saved under this tag, in one place or in both. No error when there is nothing.
+
+        An engine that does not know ``write_saved`` forgets it in both.
 
         Raises:  SavingUnsupported
         """
+        where = f"?in={place}" if place is not None else ""
         try:
-            await self._hook("DELETE", f"/saved/{quote(tag, safe='')}", None, "forget", MUTATE_S)
+            await self._hook("DELETE", f"/saved/{quote(tag, safe='')}{where}", None, "forget", MUTATE_S)
         except SavedGone:
             return
 

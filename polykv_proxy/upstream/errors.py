@@ -71,7 +71,7 @@ def _in_short(exc: BaseException) -> str:
     return type(exc).__name__
 
 
-SAVING = ("save", "load", "forget", "clear")
+SAVING = ("save", "write", "load", "forget", "clear")
 """The hooks of saved states: newer than the others, so an engine that has those may lack these."""
 
 _BUILD = "build it with `polykvctl engine build`"
@@ -129,15 +129,15 @@ def map_hook_answer(status: int, body: Any, op: str) -> PolyKVError:
 
 def _map_saving(status: int, error: dict[str, Any], message: str, op: str) -> PolyKVError | None:
     """What means something else here than of the other hooks; None = the same."""
-    if status == 404 or (status == 400 and message.startswith('"op" must be')):
+    if status == 404 or (status == 400 and (op == "write" or message.startswith('"op" must be'))):
         return SavingUnsupported(f"this llama-server cannot save states of pools and sessions: {_BUILD}")
     if status == 501:
         return SavingUnsupported(f"{op}: {message}")
     if status == 410 and op == "load" and "parent pool" not in message:
         return SavedGone(f"{message}: prefill it again")
-    if status == 410 and op == "forget":
+    if status == 410 and (op in ("forget", "write") or (op == "save" and "saved again" in message)):
         return SavedGone(message)
-    if status == 507 and op == "save":
+    if status == 507 and op in ("save", "write"):
         need, free = error.get("need"), error.get("free")
         if isinstance(need, int) and isinstance(free, int):
             return SavedBudget(f"{message}: forget other saved states, or raise the budget", need=need, free=free)

@@ -161,6 +161,10 @@ UNKNOWN_OP = '"op" must be "materialize", "snapshot" or "cells"'
         ("save", 503, {"type": "unavailable_error", "message": "Loading model"}, errors.UpstreamLoading),
         ("load", 507, {"type": "polykv_error", "need": 10, "free": 3}, errors.KvExhausted),
         ("save", 507, {"type": "polykv_error", "need": 10, "free": 3}, errors.SavedBudget),
+        ("write", 507, {"type": "polykv_error", "need": 10, "free": 3}, errors.SavedBudget),
+        ("write", 400, {"type": "polykv_error", "message": 'exactly one of "seq"'}, errors.SavingUnsupported),
+        ("write", 410, {"type": "polykv_error", "message": "nothing is saved under 'a' in memory"}, errors.SavedGone),
+        ("save", 410, {"type": "polykv_error", "message": "'a' was forgotten or saved again"}, errors.SavedGone),
     ],
 )
 def test_answers_about_saved_states_are_mapped(op, status, error, ours):
@@ -372,3 +376,18 @@ async def test_a_refused_connection_is_told_in_the_systems_words(engine):
     finally:
         await client.close()
     assert refused.value.message.endswith("cannot connect to the engine (Connection refused)")
+
+
+async def test_what_is_in_memory_is_written_later_and_forgotten_in_one_place():
+    async with FakeEngine(save_ram=1 << 20, save_disk=1 << 20) as engine:
+        client = EngineClient(engine.url)
+        made = await client.materialize(tokens("hello"), tag="t")
+        await client.save(seq=made.seq, tag="a")
+        written = await client.write_saved("a")
+        assert (written.tag, written.start, written.n_tokens, written.places) == ("a", 0, 5, ("ram", "disk"))
+        for place, left in (("ram", ("disk",)), ("ram", ("disk",)), ("disk", ())):
+            await client.forget_saved("a", place)
+            assert [at for state in (await client.list_pools()).saved for at in state.places] == [*left]
+        with pytest.raises(errors.SavedGone):
+            await client.write_saved("a")
+        await client.close()
