@@ -27,6 +27,7 @@ from polykv_proxy.control.leaving import IdlePools
 from polykv_proxy.control.orders import AttachPlan, AttachRequest, CreatePool, ForkPool, Outcome
 from polykv_proxy.control.parking import Parking
 from polykv_proxy.control.permission import Permission
+from polykv_proxy.control.prefixes import Prefixes
 from polykv_proxy.control.readings import Readings, take_readings
 from polykv_proxy.control.receipts import RequestLog
 from polykv_proxy.control.residency import Residency
@@ -116,6 +117,7 @@ class Control:
             slots=self.slots,
             watch=self.watch,
             ledger=self.residency.ledger,
+            prefixes=Prefixes(self.tree),
             room=self.room,
             sequence_of=self._sequence_of,
             may_change=lambda: self.owns_engine,
@@ -280,6 +282,7 @@ class Control:
         await self.pools.stop()
         await self.divergences.stop()
         await self.parking.stop()
+        await self.saved.stop()
         await self.watch.stop()
         await self.idle_pools.stop()
         await self.restorer.stop()

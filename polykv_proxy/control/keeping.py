@@ -78,7 +78,7 @@ class Keeping:
         pool = self._evictable(pool_id)
         was = self._residency_of(pool)
         if to != "cold" and self._residency.can_save(pool):
-            await self._residency.save(pool)
+            await self._residency.save(pool, durable=True)
             pool = self._evictable(pool_id)
         if to == "warm" and pool.seq_id is not None and self._residency.residency_without(pool) != "warm":
             why = self._residency.why_not_saved_of(pool)
@@ -114,7 +114,7 @@ class Keeping:
         pinned, busy = self._retention.pinned(), self._busy()
         for pool in self._held_below(pool_id):
             if pool.pool_id not in pinned and pool.pool_id not in busy and self._residency.can_save(pool):
-                await self._residency.save(pool)
+                await self._residency.save(pool, durable=True)
         pools = self._held_below(pool_id)
         pinned, busy = self._retention.pinned(), self._busy()
         kept = [

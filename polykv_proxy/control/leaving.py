@@ -77,6 +77,7 @@ class IdlePools:
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def _tend(self) -> None:
+        self._residency.saved.tend()
         if self._residency.has_strangers and self._residency.saved.known:
             await self._residency.forget_strangers()
         if not self._residency.saved.available or not self._is_at_rest():
@@ -123,7 +124,7 @@ class IdlePools:
         return busy | {s.slot_id for s in self._sessions if s.slot_id is not None and not s.closed}
 
     async def _send_away(self, pool: Pool) -> None:
-        if not await self._residency.save(pool):
+        if not await self._residency.save(pool, durable=True):
             return
         until_s = self._clock() - self._after_s
         if self._is_at_rest() and pool in self._unused() and pool.last_use_s <= until_s and self._can_leave(pool):

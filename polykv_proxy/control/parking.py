@@ -38,7 +38,7 @@ LEAVE_S = 5.0
 
 SAVE_WAIT_S = 1.0
 """A request waits no longer for somebody else's state. The engine takes its orders one after the other, so the state is
-saved all the same; what takes so long is the disk."""
+saved all the same; what takes so long is the disk, when memory is full or the engine cannot write files later."""
 
 LOOK_AGAIN_S = 10.0
 """Where slots lie is asked for so often while one lies high and could not be moved."""
@@ -64,8 +64,9 @@ class Parking(SlotStates):
                         continue
                     if self.on and self._slots.reserve(slot_id):
                         await self._save_alone(session, slot_id)
+                await self._saved.finish_writing()
         except TimeoutError:
-            log.warning("not all sessions are saved within %.0f s: those prefill again", LEAVE_S)
+            log.warning("not all is saved within %.0f s: the rest prefills again if the engine ends, too", LEAVE_S)
 
     # Requests ------------------------------------------------------------------------------------------------------
 
@@ -128,17 +129,26 @@ class Parking(SlotStates):
 
     async def _come_back(self, session: Session, slot_id: SlotId, plan: AttachPlan | None, *, n_saves: int) -> None:
         """Raises:  as ``SavedStates.load_slot``"""
+        await self._watch.refresh()  # the engine may have been started anew since the request was decided
         await self._saved.look()
         state = self._state_for(session, plan)
         if state is None:
             return
-        parent = plan.seq_id if plan is not None and plan.seq_id is not None and state.start > 0 else SeqId(-1)
+        pool_id = plan.pool_id if plan is not None else None
+        if (
+            pool_id is not None
+            and state.start
+            and self._prefixes.is_warm(pool_id)
+            and self._fits_behind(state, pool_id)
+        ):
+            await self._sequence_of(pool_id)
+            await self._watch.refresh()
         try:
             try:
-                loaded = await self._fill(slot_id, state, parent)
+                loaded = await self._fill(slot_id, state, pool_id)
             except KvExhausted:
                 await self._make_room(state.n_tokens - state.start, slot_id, n_saves=n_saves)
-                loaded = await self._fill(slot_id, state, parent)
+                loaded = await self._fill(slot_id, state, pool_id)
         finally:
             if session.saved and self._saved.find(state.tag) is None:
                 self._sessions.set_saved(session, None)
@@ -159,14 +169,16 @@ class Parking(SlotStates):
                 return
             if state.start and session.pool_id is None:
                 return
-            parent = await self._sequence_of(session.pool_id) if state.start and session.pool_id else SeqId(-1)
+            if state.start and session.pool_id is not None:
+                await self._sequence_of(session.pool_id)
             slot_id, other = resting[0]
             if not self._slots.reserve(slot_id):
                 return
             filled_for = None
             try:
                 if other is None or not other.may_return or await self._save_alone(other, slot_id):
-                    loaded = await self._fill(slot_id, state, parent)
+                    await self._watch.refresh()
+                    loaded = await self._fill(slot_id, state, session.pool_id)
                     filled_for = session.session_id
                     if other is not None:
                         self._sessions.displaced(other.session_id)

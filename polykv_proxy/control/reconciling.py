@@ -55,9 +55,9 @@ class PoolReconciler(PoolLoader, ABC):
         """A new epoch: nothing that we knew of the engine's cache is true any more."""
         self._forget_sequences()
         self.ledger.clear()
-        self.saved.lost()
+        self.saved.engine_lost(keeps_memory=self._watch.sleeping or self._watch.woke_up)
         self.why_not_saved.clear()
-        self._unwritable.clear()
+        self._only_here.clear()
 
     def _forget_sequences(self) -> None:
         for pool in list(self._tree):
@@ -153,6 +153,8 @@ class PoolReconciler(PoolLoader, ABC):
             await self.give_back_claimed(strays)
             for pool in outdated:  # what is saved was made with the same adapters
                 await self.forget_saved(pool)
+            if len(self.saved.places()) == 2:
+                await self.saved.knows_places()  # before somebody waits for the answer
 
     def doubt_cells(self) -> None:
         """A slot may hold something else than the books say: the engine's word for it got lost."""

@@ -189,14 +189,16 @@ class Room(Promises):
         n_saves = (1 if for_request else 1 << 30) if max_saves is None else max_saves
         async with self._making:
             stats = await self._watch.refresh() if self.n_total is not None else None
+            tried: set[PoolId] = set()
             while stats is not None and self.n_total is not None:
                 n_room = self._n_room(stats)
                 idle_too = for_request and n_room < n_cells
                 victim = self._victim(idle_too=idle_too) if n_room < n_cells + n_more else None
                 if victim is None or (n_room < n_cells and n_room + self.n_evictable(idle_too=idle_too) < n_cells):
                     return n_room >= n_cells
-                if n_saves > 0 and self.sequences.can_save(victim):
+                if n_saves > 0 and victim.pool_id not in tried and self.sequences.can_save(victim):
                     n_saves -= 1
+                    tried.add(victim.pool_id)
                     await self.sequences.save(victim)
                     continue  # somebody may use it by now
                 log.info("evicting pool %s: %d cells are needed, %d are there", victim.label, n_cells, n_room)

@@ -1,28 +1,31 @@
 """What the engine has saved outside its cache: the only one who saves, loads and forgets.
 
 Rules it keeps:
-    1. Room is made by forgetting what was used least lately, never what is just being saved or loaded, and nothing in
-       vain. As long as there is room in one place, nothing is forgotten for another.
+    1. Room is made by giving up what was used least lately, in that place only, never what is just being saved or
+       loaded, and nothing in vain. As long as there is room in one place, nothing is forgotten for another.
     2. Any failure is a miss. Whoever asks goes on without the state; what is of no use any more is forgotten.
     3. Of a new start of the engine nothing is known until it was listed: files are still there, after a sleep also what
        was in memory.
+    4. Nobody waits for a file that does not have to. A disk that fails costs the copies there, and nothing in memory.
 """
 
-import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator
+from asyncio import CancelledError
+from collections.abc import Callable, Iterable, Iterator
 from typing import Literal
 
-from polykv_proxy.control.saved_books import POOL, Place, SavedBooks, pool_tag, session_tag
-from polykv_proxy.control.tier_counts import TierCounts
+from polykv_proxy.control.file_writer import FileWriter
+from polykv_proxy.control.saved_books import Place, pool_tag, session_tag
+from polykv_proxy.control.saved_room import SavedRoom
 from polykv_proxy.control.watch import EngineWatch
 from polykv_proxy.errors import (
     PolyKVError,
     SavedBudget,
     SavedGone,
     SavingUnsupported,
+    UpstreamLoading,
     UpstreamTimeout,
     UpstreamUnavailable,
 )
@@ -36,69 +39,17 @@ log = logging.getLogger("polykv.saved")
 To = Literal["ram", "disk", "both"]
 
 
-class SavedStates(SavedBooks):
-    """``ram_bytes``, ``disk_bytes``: budgets, within those that the engine has.
-
-    ``is_ours``: this proxy may change what the engine has.
-    """
+class SavedStates(SavedRoom):
+    """``stop`` it. ``tend`` with every heartbeat."""
 
     def __init__(
         self, engine: EngineClient, watch: EngineWatch, *, ram_bytes: int, disk_bytes: int, is_ours: Callable[[], bool]
     ):
-        super().__init__()
-        self._engine, self._watch, self._is_ours = engine, watch, is_ours
-        self._wanted_bytes: dict[Place, int] = {"ram": ram_bytes, "disk": disk_bytes}
-        self._looking = asyncio.Lock()
-        self.counts = TierCounts()
+        super().__init__(engine, watch, ram_bytes=ram_bytes, disk_bytes=disk_bytes, is_ours=is_ours)
+        self._files = FileWriter(self._write_later, lambda: "disk" in self.writable())
+        self._memory_only: set[str] = set()
 
-    # Whether there is a tier ---------------------------------------------------------------------------------------
-
-    @property
-    def available(self) -> bool:
-        """The engine can save states now, somewhere."""
-        return not self.why_off
-
-    @property
-    def why_off(self) -> str:
-        """Why nothing can be saved; empty when it can."""
-        stats = self._watch.stats
-        if self._watch.state != "ready" or stats is None:
-            return "the engine is away, or has no PolyKV hooks"
-        if not stats.kv_unified:
-            return "the cache is split: start the engine with --kv-unified"
-        if stats.share != "ok":
-            return f"nothing is shared here: {stats.share}"
-        if self.places():
-            return ""
-        if not any(self._wanted_bytes.values()):
-            return "POLYKV_WARM_RAM_BYTES and POLYKV_WARM_DISK_BYTES are 0"
-        if stats.saved.disk.why_off and self._wanted_bytes["disk"]:
-            return f"the engine has no disk for saved states: {stats.saved.disk.why_off}"
-        return "the engine has no room for saved states: start it with --polykv-save-ram, or build it anew"
-
-    def budget(self, place: Place) -> int:
-        """How many bytes may be used there; 0 = the place is not used."""
-        stats = self._watch.stats
-        if stats is None:
-            return 0
-        return min(self._wanted_bytes[place], (stats.saved.ram if place == "ram" else stats.saved.disk).n_bytes_max)
-
-    def places(self) -> list[Place]:
-        """Where there is a budget."""
-        both: tuple[Place, ...] = ("ram", "disk")
-        return [place for place in both if self.budget(place) > 0]
-
-    async def look(self) -> None:
-        """Read the engine's list, unless that was done since it was started. Raises UpstreamError and its heirs."""
-        async with self._looking:
-            if self.known:
-                return
-            since = self.mark()
-            listed = await self._engine.list_pools()
-            if not listed.sleeping and listed.epoch in ("", self._watch.epoch):
-                self.found(listed.saved, since)
-
-    # Changing ------------------------------------------------------------------------------------------------------
+    # Saving --------------------------------------------------------------------------------------------------------
 
     async def save(
         self,
@@ -108,29 +59,209 @@ class SavedStates(SavedBooks):
         start: int = 0,
         n_tokens: int = -1,
         tag: str,
+        n_cells: int = 0,
         only: Place | None = None,
+        soon: bool = False,
     ) -> SavedState:
         """Copy ``[start, n_tokens)`` of a sequence or a slot out of the cache, wherever there is or can be room.
 
-        ``only``: nowhere else, and nothing is forgotten for it: a copy besides another, or ahead of its time.
+        ``n_cells``: how many these are at least; what cannot fit is not asked for. ``only``: nowhere else, and nothing
+        is forgotten for it: a copy besides another, or ahead of its time. ``soon``: somebody waits; what goes to memory
+        gets its file later.
 
         Raises:  SavedBudget, SavingUnsupported, SavingRefused, SequenceGone, UpstreamError and its heirs
         """
         if not self.available:
             raise SavingUnsupported(f"nothing can be saved: {self.why_off}")
         began_s = time.monotonic()
-        with self.working_on(tag), self._counting_failures():
+        with self.working_on(tag), self._counting_failures(loading=False):
             try:
-                saved = await self._save_somewhere(seq, id_slot, start, n_tokens, tag=tag, only=only)
-            except (UpstreamUnavailable, UpstreamTimeout, asyncio.CancelledError):
+                saved = await self._save_somewhere(
+                    seq, id_slot, start, n_tokens, tag=tag, n_bytes=self._n_bytes_of(n_cells), only=only, soon=soon
+                )
+            except (UpstreamUnavailable, UpstreamTimeout, CancelledError):
                 self.known = False  # it may be there all the same
                 raise
-            saved = await self._also_on_disk(saved, seq, id_slot)
+            self._memory_only.discard(tag)
             state = self._with_other_places(_bare(saved))
             self.enter(state)
-            await self._keep_within_budgets(state)
+            if saved.disk_error is not None:
+                await self._also_on_disk(saved, seq, id_slot)
+            elif "disk" in saved.places:
+                self.disk.worked()
+            await self._keep_within_budgets(self.find(tag) or state)
         self.counts.saved(time.monotonic() - began_s)
-        return state
+        if only is None:
+            self._write_in_time(tag)
+        return self.find(tag) or state
+
+    def _n_bytes_of(self, n_cells: int) -> int:
+        stats = self._watch.stats
+        return round(n_cells * (stats.kv_bytes_per_token or 0)) if stats is not None else 0
+
+    async def _save_somewhere(
+        self,
+        seq: int,
+        id_slot: int,
+        start: int,
+        n_tokens: int,
+        *,
+        tag: str,
+        n_bytes: int,
+        only: Place | None,
+        soon: bool,
+    ) -> Saved:
+        """Every turn forgets something, or goes for less than before."""
+        places = self.writable() if only is None else [only]
+        if not places:
+            raise SavedBudget(f"the disk fails: {self.disk.why}")
+        to: To = "both" if len(places) == 2 else places[0]
+        if to == "both" and soon and await self.knows_places():
+            to = "ram"
+        while True:
+            try:
+                self._check("disk" if to == "disk" else "ram", n_bytes, tag)
+                return await self._engine.save(seq=seq, id_slot=id_slot, start=start, n_tokens=n_tokens, tag=tag, to=to)
+            except SavingUnsupported:
+                if to != "both":
+                    raise
+                to = "ram"  # what was computed with adapters is kept in memory only
+            except SavedBudget as e:
+                if e.need is None or e.free is None:
+                    self.disk.failed(e.message)
+                    if to == "ram" or "ram" not in places:
+                        raise
+                    to = "ram"
+                elif only is not None:
+                    raise
+                elif to == "disk":
+                    if not await self._make_room("disk", e.need - e.free):
+                        raise
+                elif not await self._spare_copies(e.need - e.free):
+                    spill = "disk" in places and self.disk.may_try
+                    if (spill and self.has_room("disk", e.need, tag)) or not await self._make_room(
+                        "ram", e.need - e.free
+                    ):
+                        if not spill:
+                            raise
+                        to = "disk"
+
+    def _with_other_places(self, state: SavedState) -> SavedState:
+        """Saving it in one place leaves the same state in the other where it is."""
+        before = self.find(state.tag)
+        if before is None or _content(before) != _content(state):
+            return state
+        there = {*before.places, *state.places}
+        return state.model_copy(update={"places": tuple(place for place in ("ram", "disk") if place in there)})
+
+    async def _also_on_disk(self, saved: Saved, seq: int, id_slot: int) -> None:
+        """It was to be on disk as well and is in memory only: try again with room made there, or later."""
+        error = saved.disk_error
+        if error is None:
+            return
+        if error.need is None or error.free is None:
+            self._disk_failed(SavedBudget(error.message))
+        elif not await self._make_room("disk", error.need - error.free, older_than=saved.tag):
+            log.info("%s is saved in memory, but not on disk: %s", saved.tag, error.message)
+            self._memory_only.add(saved.tag)
+        elif await self.knows_places():
+            await self._write_later(saved.tag)
+        else:
+            try:
+                await self._engine.save(
+                    seq=seq, id_slot=id_slot, start=saved.start, n_tokens=saved.n_tokens, tag=saved.tag, to="disk"
+                )
+            except PolyKVError as e:
+                self.counts.failed(e, loading=False)
+                log.info("%s is saved in memory, but not on disk: %s", saved.tag, e.message)
+            else:
+                self._is_written(saved)
+
+    # Files, later --------------------------------------------------------------------------------------------------
+
+    def tend(self) -> None:
+        """Called by the heartbeat: what is to be written may have waited for a disk that failed."""
+        self._files.go_on()
+
+    async def finish_writing(self) -> None:
+        """Wait until all is on disk that can be. The caller sets a limit."""
+        await self._files.finish()
+
+    async def stop(self) -> None:
+        await self._files.stop()
+
+    async def write(self, tag: str) -> bool:
+        await self._write_later(tag)
+        state = self.find(tag)
+        return state is not None and "disk" in state.places
+
+    def _write_in_time(self, tag: str) -> None:
+        state = self.find(tag)
+        if state is not None and state.places == ("ram",) and tag not in self._memory_only and "disk" in self.places():
+            self._files.add(tag)
+
+    async def _write_later(self, tag: str) -> bool:
+        """Gives False when it is to be tried again later."""
+        state = self.find(tag)
+        if state is None or state.places != ("ram",) or not self._is_ours() or not await self.knows_places():
+            return True
+        with self.working_on(tag):
+            while True:
+                try:
+                    self._check("disk", state.n_bytes, tag)
+                    written = await self._engine.write_saved(tag)
+                except SavedBudget as e:
+                    if e.need is None or e.free is None:
+                        self._disk_failed(e)
+                        return False
+                    if not await self._make_room("disk", e.need - e.free, older_than=tag):
+                        log.info("%s stays in memory only: %s", tag, e.message)
+                        self._memory_only.add(tag)
+                        return True
+                except SavedGone:
+                    # Forgotten or saved anew meanwhile, and then it is in the line again. Else the books were wrong.
+                    self.known = self.known and self.find(tag) is not state
+                    return True
+                except (UpstreamUnavailable, UpstreamLoading, UpstreamTimeout) as e:
+                    log.info("%s is written later: %s", tag, e.message)
+                    self.known = False
+                    return False
+                except PolyKVError as e:
+                    self.counts.failed(e, loading=False)
+                    log.info("%s stays in memory only: %s", tag, e.message)
+                    self._memory_only.add(tag)
+                    return True
+                else:
+                    self._is_written(written)
+                    return True
+
+    def _is_written(self, saved: SavedState) -> None:
+        self.disk.worked()
+        state = self.find(saved.tag)
+        if state is not None and _content(state) == _content(saved):
+            self.amend(state.model_copy(update={"places": tuple(dict.fromkeys([*state.places, "disk"]))}))
+
+    def _disk_failed(self, error: SavedBudget) -> None:
+        self.counts.failed(error, loading=False)
+        self.disk.failed(error.message)
+
+    # The engine's list ---------------------------------------------------------------------------------------------
+
+    def found(self, listed: Iterable[SavedState], since: int) -> None:
+        """As in the books. What an earlier run left in memory only is written, too."""
+        super().found(listed, since)
+        if len(self.places()) == 2:
+            for state in self:
+                self._write_in_time(state.tag)
+
+    def engine_lost(self, *, keeps_memory: bool) -> None:
+        """Another start of the engine, or it fell asleep."""
+        self._files.clear()
+        self._memory_only.clear()
+        self.disk.end_pause()
+        self.lost([place for place in self.places() if place == "disk" or keeps_memory])
+
+    # Loading -------------------------------------------------------------------------------------------------------
 
     async def load_pool(self, tag: str, parent_seq: SeqId | int = -1, start: int = -1) -> Materialized:
         """Bring a state into a free pool sequence, behind ``[0, start)`` of the parent's.
@@ -150,104 +281,11 @@ class SavedStates(SavedBooks):
         with self._loading(tag):
             return await self._engine.load_slot(tag, id_slot=id_slot, parent_seq=parent_seq, start=start)
 
-    async def forget(self, tag: str) -> None:
-        """Give a state up. When the engine cannot be asked it is found again with its next list."""
-        self.leave_out(tag)
-        self.counts.n_forgotten += 1
-        if not self._is_ours():
-            return
-        try:
-            await self._engine.forget_saved(tag)
-        except PolyKVError as e:
-            log.info("the saved state %s stays for now: %s", tag, e.message)
-
-    async def forget_unless(self, wanted: Callable[[SavedState], bool]) -> None:
-        """Forget what nobody knows any more. ``wanted`` is asked in one step."""
-        for state in [state for state in self if not wanted(state)]:
-            if self.find(state.tag) is state and self.is_idle(state.tag):
-                await self.forget(state.tag)
-
-    # Inside --------------------------------------------------------------------------------------------------------
-
-    def _with_other_places(self, state: SavedState) -> SavedState:
-        """Saving it in one place leaves the same state in the other where it is."""
-        before = self.find(state.tag)
-        if before is None or _content(before) != _content(state):
-            return state
-        there = {*before.places, *state.places}
-        return state.model_copy(update={"places": tuple(place for place in ("ram", "disk") if place in there)})
-
-    async def _save_somewhere(
-        self, seq: int, id_slot: int, start: int, n_tokens: int, *, tag: str, only: Place | None
-    ) -> Saved:
-        """Every turn forgets something, or goes for less than before."""
-        places = self.places() if only is None else [only]
-        to: To = "both" if len(places) == 2 else places[0]
-        while True:
-            if only is None and to != "both":
-                await self._forget_elsewhere(tag, to)
-            try:
-                return await self._engine.save(seq=seq, id_slot=id_slot, start=start, n_tokens=n_tokens, tag=tag, to=to)
-            except SavingUnsupported:
-                if to != "both":
-                    raise
-                to = "ram"  # what was computed with adapters is kept in memory only
-            except SavedBudget as e:
-                if e.need is None or e.free is None:
-                    if to != "disk" or len(places) < 2:
-                        raise
-                    to = "ram"  # the disk itself fails
-                elif to == "both" and self.budget("disk") - self.n_bytes("disk") >= e.need:
-                    to = "disk"
-                elif only or not await self._make_room("disk" if to == "disk" else "ram", e.need - e.free):
-                    if to != "both":
-                        raise
-                    to = "disk"
-
-    async def _forget_elsewhere(self, tag: str, place: Place) -> None:
-        """What a session said up to an earlier turn, in the other place, would be found there and be loaded first."""
-        before = self.find(tag)
-        if before is not None and not tag.startswith(POOL) and any(other != place for other in before.places):
-            await self.forget(tag)
-
-    async def _also_on_disk(self, saved: Saved, seq: int, id_slot: int) -> Saved:
-        """When it was to be on disk as well and is in memory only, try again with room made there."""
-        error = saved.disk_error
-        if error is None:
-            return saved
-        try:
-            if error.need is None or error.free is None or not await self._make_room("disk", error.need - error.free):
-                raise SavedBudget(error.message)
-            again = await self._engine.save(
-                seq=seq, id_slot=id_slot, start=saved.start, n_tokens=saved.n_tokens, tag=saved.tag, to="disk"
-            )
-        except PolyKVError as e:
-            self.counts.n_failures[e.code] += 1
-            log.warning("%s is saved in memory, but not on disk: %s", saved.tag, e.message)
-            return saved
-        return saved.model_copy(update={"places": ("ram", *again.places)})
-
-    async def _make_room(self, place: Place, n_bytes: int) -> bool:
-        victims = self.victims(place, n_bytes)
-        for state in victims:
-            if self.find(state.tag) is state and self.is_idle(state.tag):
-                log.info("forgetting %s: %d bytes of %s", state.tag, state.n_bytes, place)
-                await self.forget(state.tag)
-        return bool(victims)
-
-    async def _keep_within_budgets(self, saved: SavedState) -> None:
-        """The engine knows only its own budgets. Raises SavedBudget when this state alone is larger than ours."""
-        for place in saved.places:
-            over = self.n_bytes(place) - self.budget(place)
-            if over > 0 and not await self._make_room(place, over):
-                await self.forget(saved.tag)
-                raise SavedBudget("the budget is smaller than the state", need=saved.n_bytes, free=self.budget(place))
-
     @contextlib.contextmanager
     def _loading(self, tag: str) -> Iterator[None]:
         state = self.find(tag)
         began_s = time.monotonic()
-        with self.working_on(tag), self._counting_failures():
+        with self.working_on(tag), self._counting_failures(loading=True):
             try:
                 yield
             except SavedGone:
@@ -255,15 +293,16 @@ class SavedStates(SavedBooks):
                 raise
         if state is not None:
             self.counts.loaded("ram" if "ram" in state.places else "disk", time.monotonic() - began_s)
-            if self.find(tag) is state:
-                self.enter(state)
+            now = self.find(tag)
+            if now is not None and _content(now) == _content(state):
+                self.enter(now)
 
     @contextlib.contextmanager
-    def _counting_failures(self) -> Iterator[None]:
+    def _counting_failures(self, *, loading: bool) -> Iterator[None]:
         try:
             yield
         except PolyKVError as e:
-            self.counts.n_failures[e.code] += 1
+            self.counts.failed(e, loading=loading)
             raise
 
 

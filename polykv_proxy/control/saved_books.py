@@ -3,12 +3,13 @@
 A state is ours when the engine listed it as usable, or said that it saved it. Files of another model or build are not,
 though they lie in the same folder.
 
-A pool's state is named by its content, so that another run of the proxy finds it; a session's by its id.
+A pool's state is named by its content, so that another run of the proxy finds it; a session's by its id. Under one tag
+there is one text, in one place or in both.
 """
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Collection, Container, Iterable, Iterator
 from typing import Literal
 
 import xxhash
@@ -37,7 +38,7 @@ def session_tag(session_id: SessionId) -> str:
 class SavedBooks:
     """Iterates all states that are ours, the least recently used first.
 
-    ``on_found``: the engine's list was read. ``on_gone``: a state is not there any more.
+    ``on_changed``: the engine's list was read, or another start of it was seen. ``on_gone``: a state is nowhere now.
     """
 
     def __init__(self) -> None:
@@ -47,9 +48,10 @@ class SavedBooks:
         self._busy: Counter[str] = Counter()
         self._changed_at: dict[str, int] = {}
         self._n_changes = self._found_since = 0
+        self._expected: dict[Content, set[Place]] = {}
         self.known = False
         """The engine's list was read since it was started."""
-        self.on_found: Callable[[], None] = lambda: None
+        self.on_changed: Callable[[], None] = lambda: None
         self.on_gone: Callable[[SavedState], None] = lambda _: None
 
     def __iter__(self) -> Iterator[SavedState]:
@@ -66,6 +68,10 @@ class SavedBooks:
     def was_there(self, content: Content) -> bool:
         """A state of this pool was there once, as far as this proxy knows."""
         return content in self._once
+
+    def is_expected(self, content: Content) -> bool:
+        """A state of it was where it outlives the engine's last start, and the list was not read yet."""
+        return content in self._expected
 
     def remember_only(self, contents: Container[Content]) -> None:
         """Others will not be asked for again."""
@@ -99,16 +105,26 @@ class SavedBooks:
             self._put(there[tag])
         self._changed_at = {tag: at for tag, at in self._changed_at.items() if at > since}
         self.known = True
-        self.on_found()
+        self._expected.clear()
+        self.on_changed()
 
-    def lost(self) -> None:
-        """Another start of the engine: nothing is known of it yet, and no list that was asked for before counts."""
+    def lost(self, stays: Collection[Place] = ()) -> None:
+        """Another start of the engine: nothing is known of it yet, and no list that was asked for before counts.
+
+        ``stays``: where what was saved should be there still.
+        """
+        for state in self._states.values():
+            content = state_content(state)
+            if content is not None:
+                self._expected.setdefault(content, set()).update(state.places)
+        self._expected = {content: kept for content, at in self._expected.items() if (kept := at & {*stays})}
         for tag in list(self._states):
             self.leave_out(tag)
         self._n_changes += 1
         self._found_since = self._n_changes
         self._changed_at.clear()
         self.known = False
+        self.on_changed()
 
     def enter(self, state: SavedState) -> None:
         """It is there, and the most recently used."""
@@ -116,10 +132,20 @@ class SavedBooks:
         self._states.pop(state.tag, None)
         self._put(state)
 
-    def leave_out(self, tag: str) -> None:
-        """It is not there any more."""
+    def amend(self, state: SavedState) -> None:
+        """It is in other places now than before, which is no use of it."""
+        self._touched(state.tag)
+        self._put(state)
+
+    def leave_out(self, tag: str, place: Place | None = None) -> None:
+        """It is not there any more: nowhere, or in one place."""
+        state = self._states.get(tag)
+        places = [at for at in state.places if place is not None and at != place] if state is not None else []
+        if state is not None and places:
+            self.amend(state.model_copy(update={"places": tuple(places)}))
+            return
         self._touched(tag)
-        state = self._states.pop(tag, None)
+        self._states.pop(tag, None)
         if state is None:
             return
         content = state_content(state)
@@ -146,11 +172,14 @@ class SavedBooks:
         """Nobody is just saving or loading it."""
         return not self._busy[tag]
 
-    def victims(self, place: Place, n_bytes: int) -> list[SavedState]:
-        """What is to be forgotten for so many bytes; empty when that is not to be had."""
+    def victims(self, place: Place, n_bytes: int, *, older_than: str | None = None) -> list[SavedState]:
+        """What is to be forgotten there for so many bytes; empty when that is not to be had.
+
+        ``older_than``: only what was used before the state with this tag.
+        """
         chosen: list[SavedState] = []
         for state in self:
-            if n_bytes <= 0:
+            if n_bytes <= 0 or state.tag == older_than:
                 break
             if place in state.places and self.is_idle(state.tag):
                 chosen.append(state)

@@ -16,11 +16,19 @@ from weakref import WeakValueDictionary
 
 from polykv_proxy.control.endings import say_how_it_ended
 from polykv_proxy.control.ledger import Ledger
+from polykv_proxy.control.prefixes import Prefixes
 from polykv_proxy.control.saved import SavedStates
 from polykv_proxy.control.saved_books import session_tag
 from polykv_proxy.control.watch import EngineWatch
-from polykv_proxy.errors import PolyKVError, UpstreamTimeout, UpstreamUnavailable
-from polykv_proxy.ids import SeqId, SessionId, SlotId
+from polykv_proxy.errors import (
+    KvExhausted,
+    PolyKVError,
+    SavingRefused,
+    SequenceGone,
+    UpstreamTimeout,
+    UpstreamUnavailable,
+)
+from polykv_proxy.ids import PoolId, SeqId, SessionId, SlotId
 from polykv_proxy.sessions import Session, SessionBook
 from polykv_proxy.slots import Grant, SlotBook
 from polykv_proxy.upstream import EngineClient, LoadedSlot, SavedState, SlotStats, Stats
@@ -35,6 +43,9 @@ MIN_OWN_TOKENS = 32
 """Fewer are prefilled again as fast as two calls of the engine take."""
 
 
+MAX_BEHIND = 10_000
+
+
 class SlotStates:
     """``deliver``: whoever lets requests wait for slots takes the grants that come of letting a slot go."""
 
@@ -47,15 +58,19 @@ class SlotStates:
         slots: SlotBook,
         watch: EngineWatch,
         ledger: Ledger,
+        prefixes: Prefixes,
         may_change: Callable[[], bool],
         deliver: Callable[[list[Grant]], None],
         clock: Callable[[], float],
     ):
         self._engine, self._saved, self._watch, self._ledger = engine, saved, watch, ledger
+        self._prefixes = prefixes
         self._sessions, self._slots, self._may_change = sessions, slots, may_change
         self._deliver, self._clock = deliver, clock
         self._locks: WeakValueDictionary[SessionId, asyncio.Lock] = WeakValueDictionary()
         self._working: set[asyncio.Task[Any]] = set()
+        self._behind: dict[str, int | None] = {}
+        """Hash of the tokens that a saved state begins behind, by its tag; None or missing: not known."""
         self._given_up: dict[SlotId, tuple[SessionId, int]] = {}
         self.doubt_cells: Callable[[], None] = lambda: None
         """Told when it is not known what a slot holds."""
@@ -97,7 +112,8 @@ class SlotStates:
         for slot_id, session in self._resting():
             if self._n_free() >= n_cells:
                 return
-            if session is not None and not session.may_return and await self._park(slot_id, None):
+            leaves = session is not None and not session.may_return and self._holds_something(slot_id)
+            if session is not None and leaves and await self._park(slot_id, None):
                 self._sessions.displaced(session.session_id)
                 await self._watch.refresh()
         await self._make_room(n_cells, None, n_saves=1)
@@ -110,16 +126,23 @@ class SlotStates:
         """
         await self._watch.refresh()
         n_free = self._n_free()
-        if n_free < n_cells and slot_id is not None:
+        if n_free < n_cells and slot_id is not None and self._holds_something(slot_id):
             n_free += await self._empty(slot_id) or 0
         for other_id, session in sorted(self._resting(), key=lambda one: self._is_unsaved(one[1])):
             if n_free >= n_cells:
                 break
+            if not self._holds_something(other_id):
+                continue
             unsaved = self._is_unsaved(session)
             if (session is not None and not session.may_return) or (unsaved and n_saves <= 0):
                 continue
             n_saves -= unsaved
             n_free += await self._park(other_id, session) or 0
+
+    def _holds_something(self, slot_id: SlotId) -> bool:
+        """By the last stats. What is empty gives no cells."""
+        slot = slot_in(self._watch.stats, slot_id)
+        return slot is None or slot.n_tokens > 0
 
     def _resting(self) -> list[tuple[SlotId, Session | None]]:
         """Free slots and whose they are, the longest unused first."""
@@ -176,23 +199,56 @@ class SlotStates:
             return False
         self._ledger.sync()
         start = slot.n_pool_shared
-        if slot.n_tokens - start < MIN_OWN_TOKENS:
+        n_cells = slot.n_tokens - start
+        if n_cells < MIN_OWN_TOKENS:
             return True  # not worth keeping, nor worth the cells that it and its pool would stay in for it
-        state = await self._saved.save(id_slot=slot_id, start=start, tag=tag)
+        behind = self._prefixes.hash_in(SeqId(slot.pool_seq), start)
+        state = await self._saved.save(id_slot=slot_id, start=start, tag=tag, n_cells=n_cells, soon=True)
         if state.n_tokens != slot.n_tokens or self._sessions.get(session.session_id) is not session:
             await self._saved.forget(tag)
             self._sessions.set_saved(session, None)
             return False
         self._sessions.set_saved(session, moment[1])
+        self._remember(tag, behind)
         log.debug("session %s is saved: [%d, %d)", session.session_id, state.start, state.n_tokens)
         return True
 
-    async def _fill(self, slot_id: SlotId, state: SavedState, parent: SeqId) -> LoadedSlot:
-        """Load a state into a slot, behind a pool's sequence if it does not begin at 0.
+    async def _fill(self, slot_id: SlotId, state: SavedState, pool_id: PoolId | None) -> LoadedSlot:
+        """Load a state into a slot, if it does not begin at 0 behind whoever holds the beginning of that pool.
+
+        The caller has just refreshed the stats; what the engine would refuse by these is not asked for.
 
         Raises:  as ``SavedStates.load_slot``
         """
-        await self._watch.refresh()
+        stats = self._watch.stats
+        slot = slot_in(stats, slot_id)
+        if slot is not None and not slot.idle:
+            raise SavingRefused(f"slot {slot_id} is busy")
+        parent = SeqId(-1)
+        if state.start > 0:
+            held = self._prefixes.sequence_with(pool_id, state.start) if self._fits_behind(state, pool_id) else None
+            if held is None:
+                raise SequenceGone(
+                    f"no pool is there that holds the {state.start} tokens which its state begins behind"
+                )
+            parent = held
+        n_cells = state.n_tokens - state.start
+        if stats is not None and stats.cells is not None and stats.cells.total and n_cells > stats.cells.free:
+            raise KvExhausted("a saved state finds no cells", cells_missing=n_cells - stats.cells.free)
+        return await self._load(slot_id, state, parent)
+
+    def _remember(self, tag: str, behind: int | None) -> None:
+        if len(self._behind) > MAX_BEHIND:
+            self._behind = {known: at for known, at in self._behind.items() if self._saved.find(known) is not None}
+        self._behind[tag] = behind
+
+    def _fits_behind(self, state: SavedState, pool_id: PoolId | None) -> bool:
+        """False when it is known that the state begins behind other tokens than this pool's."""
+        behind = self._behind.get(state.tag)
+        found = self._prefixes.hash_of(pool_id, state.start)
+        return behind is None or found is None or behind == found
+
+    async def _load(self, slot_id: SlotId, state: SavedState, parent: SeqId) -> LoadedSlot:
         self._ledger.sync()
         try:
             loaded = await self._saved.load_slot(state.tag, slot_id, parent, state.start)
@@ -218,13 +274,15 @@ class SlotStates:
             slot = slot_in(stats, slot_id)
             if stats is None or slot is None or not slot.idle:
                 return False
-            n_bytes = (slot.n_tokens - slot.n_pool_shared) * (stats.kv_bytes_per_token or 0)
-            if not all(self._saved.n_bytes(at) + n_bytes < self._saved.budget(at) for at in self._saved.places()):
+            n_cells, place = slot.n_tokens - slot.n_pool_shared, self._saved.writable()[:1]
+            n_bytes = round(n_cells * (stats.kv_bytes_per_token or 0))
+            if not n_cells or not place or not self._saved.has_room(place[0], n_bytes):
                 return False
             parent = SeqId(slot.pool_seq) if slot.n_pool_shared > 0 else SeqId(-1)
-            state = await self._saved.save(id_slot=slot_id, start=slot.n_pool_shared, tag=tag)
+            state = await self._saved.save(id_slot=slot_id, start=slot.n_pool_shared, tag=tag, only=place[0])
             try:
-                await self._fill(slot_id, state, parent)
+                await self._watch.refresh()
+                await self._load(slot_id, state, parent)
             finally:
                 await self._saved.forget(tag)
             return True

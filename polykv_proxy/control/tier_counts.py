@@ -4,6 +4,8 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from polykv_proxy.errors import PolyKVError, SavedBudget, SequenceGone
+
 
 @dataclass(frozen=True, slots=True)
 class TierSnapshot:
@@ -11,7 +13,9 @@ class TierSnapshot:
 
     ``n_loads``    states that came back, by place (``ram``, ``disk``): a prefill each that nobody waited for
     ``n_misses``   prefills of what had been saved once
-    ``n_failures`` by the code of the error; none of them cost more than the prefill that was due without the tier
+    ``n_failures`` by the code of the error, or ``parent_gone`` (nothing to load behind), ``source_gone`` (nothing to
+                   save), ``disk_failed``; none of them cost more than the prefill that was due without the tier
+    ``n_forgotten`` what is nowhere any more
     ``load_ms``, ``save_ms``  in all, as the proxy waited for them
     """
 
@@ -43,6 +47,14 @@ class TierCounts:
     def loaded(self, place: str, took_s: float) -> None:
         self.n_loads[place] += 1
         self.load_ms += took_s * 1e3
+
+    def failed(self, error: PolyKVError, *, loading: bool) -> None:
+        if isinstance(error, SequenceGone):
+            self.n_failures["parent_gone" if loading else "source_gone"] += 1
+        elif isinstance(error, SavedBudget) and error.need is None:
+            self.n_failures["disk_failed"] += 1
+        else:
+            self.n_failures[error.code] += 1
 
     def snapshot(self) -> TierSnapshot:
         return TierSnapshot(

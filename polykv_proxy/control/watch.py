@@ -29,7 +29,7 @@ State = Literal["unknown", "ready", "loading", "away"]
 
 HEARTBEAT_S = 1.0
 
-ASLEEP, PLAIN = "(asleep)", "(plain)"
+ASLEEP, AWAY, PLAIN = "(asleep)", "(away)", "(plain)"
 
 
 class EngineWatch:
@@ -56,6 +56,8 @@ class EngineWatch:
         self.state: State = "unknown"
         self.hooks: bool | None = None
         self.sleeping = False
+        self.woke_up = False
+        """This start of the engine is one out of its sleep, as far as is known: what was saved in memory is there."""
         self.epoch: str | None = None
         self.stats: Stats | None = None
         self.asked_s = float("-inf")
@@ -64,7 +66,7 @@ class EngineWatch:
         self._on_restart, self._on_lost, self._on_plain, self._beat = on_restart, on_lost, on_plain, beat
         self._report = report
         self._taken_in: str | None = None
-        """What everybody who keeps books has been told last: an epoch, or one of the two below. None: nothing yet."""
+        """What everybody who keeps books has been told last: an epoch, or one of the three above. None: nothing yet."""
         self._bug: str | None = None
         self._told: tuple[State, bool | None, str | None] = ("unknown", None, None)
         self._reported: list[tuple[int, str]] = []
@@ -170,7 +172,7 @@ class EngineWatch:
         if stats.epoch != self._taken_in:
             if self.epoch is not None:
                 log.warning("the engine was restarted (epoch %s, was %s)", stats.epoch, self.epoch)
-            self.epoch = stats.epoch
+            self.epoch, self.woke_up = stats.epoch, self._taken_in == ASLEEP
             self._take_in(stats.epoch, lambda: self._on_restart(stats))
         return stats
 
@@ -210,6 +212,8 @@ class EngineWatch:
 
     def _failed(self, error: PolyKVError) -> None:
         self.failure = error
+        if self._taken_in == ASLEEP and isinstance(error, UpstreamLoading | UpstreamUnavailable):
+            self._taken_in = AWAY
         if isinstance(error, UpstreamLoading):
             self.state = "loading"
         elif isinstance(error, UpstreamUnavailable | UpstreamTimeout):

@@ -138,6 +138,26 @@ async def test_a_pool_whose_parent_is_nowhere_is_saved_whole(plane):
     await books_hold(plane)
 
 
+@pytest.mark.parametrize("cuts", [True, False])
+async def test_what_was_saved_whole_shares_its_beginning_when_somebody_holds_that(plane, cuts):
+    await family(plane)
+    await evict(plane, "root", "cold")
+    await evict(plane, "child", "cold")
+    await evict(plane, "leaf")
+    assert [(s.start, s.n_tokens) for s in plane.control.saved] == [(0, 230)]
+    await ensure(plane, "root")
+    if not cuts:
+        error = {"code": 409, "message": "the saved range starts at 0, not at 150", "type": "polykv_error"}
+        plane.engine.on("load", "request", reply(409, {"error": error}))
+    n = n_prefilled(plane)
+    await ensure(plane, "leaf")
+    # It branches from its parent at 200, which only its own sequence holds; of the root it has 150.
+    assert (n_prefilled(plane), plane.engine.cache.used()) == (n, 200 + (80 if cuts else 230))
+    assert residencies(plane) == {"root": "resident", "child": "cold", "leaf": "resident"}
+    assert len(list(plane.control.saved)) == 1, "an engine that cuts nothing is no reason to forget"
+    await books_hold(plane)
+
+
 async def test_a_child_is_loaded_behind_a_parent_that_must_be_prefilled_if_that_is_less(plane):
     await plane.create(tokens=[1] * 40, name="root")
     await plane.fork("root", own_tokens=[2] * 100, name="child")
@@ -541,15 +561,18 @@ async def test_the_engines_budget_is_made_room_in_and_a_disk_takes_what_memory_c
             await plane.create(tokens=[i] * 100, name=f"p{i}")
             await evict(plane, f"p{i}")
         assert set(residencies(plane).values()) == {"warm"}  # nothing is forgotten while the disk has room
-        assert [s.places for s in plane.control.saved] == [("ram", "disk")] * 2 + [("disk",)] * 2
-        await ensure(plane, "p3")
+        # Nor while it is on disk: what was used last is in memory.
+        assert [s.places for s in plane.control.saved] == [("disk",)] * 2 + [("ram", "disk")] * 2
+        assert len(engine.saved.ram) == 2
+        await ensure(plane, "p0")
         assert dict(plane.control.tier.facts().counts.n_loads) == {"disk": 1}
         engine.saved.disk_max = 420 * 1024
         await eventually(lambda: plane.control.saved.budget("disk") == 420 * 1024)
         await plane.create(tokens=[5] * 100, name="p5")
         await evict(plane, "p5")
         assert residencies(plane)["p5"] == "warm"
-        assert residencies(plane)["p0"] == "cold"
+        # The oldest is nowhere any more, the next one of those that left the disk is in memory still.
+        assert (residencies(plane)["p1"], plane.control.saved.counts.n_forgotten) == ("cold", 1)
 
 
 async def test_a_disk_that_fails_leaves_the_copy_in_memory(plane):
@@ -557,7 +580,7 @@ async def test_a_disk_that_fails_leaves_the_copy_in_memory(plane):
     await plane.create(tokens=[1] * 100, name="a")
     assert (await evict(plane, "a"))["residency"] == "warm"
     assert [s.places for s in plane.control.saved] == [("ram",)]
-    assert plane.control.tier.facts().counts.n_failures == {"saved_budget": 1}
+    assert plane.control.tier.facts().counts.n_failures == {"disk_failed": 1}
 
 
 async def test_what_is_just_being_loaded_is_not_forgotten_for_others(engine):
@@ -597,6 +620,7 @@ async def test_a_load_gets_the_cells_of_slots_that_rest(engine):
         n = n_prefilled(plane)
         await ensure(plane, "a")
         assert (n_prefilled(plane), residencies(plane)) == (n, {"a": "resident"})
+        assert plane.control.tier.facts().counts.n_failures == {}  # nor is it asked for before they are free
         await books_hold(plane)
 
 

@@ -80,7 +80,7 @@ async def test_without_a_disk_nothing_is_copied_for_it(engine):
 
 
 async def test_automatic_pools_go_last(engine):
-    async with planes(engine, warm_after_s=LATER, warm_disk_bytes=MIB) as plane:
+    async with planes(engine, warm_after_s=LATER, warm_disk_bytes=MIB, heartbeat_s=3600) as plane:
         await plant(plane)
         plane.control.tree.get("root").auto = True
         plane.control.tree.get("pinned").pin = False

@@ -351,6 +351,7 @@ async def test_states_on_disk_outlive_a_killed_engine(make_proxy: ProxyMaker, po
         agents = [Agent(proxy, f"agent-{i}") for i in range(8)]
         for agent in agents:
             await agent.say(said(agent.name, 0))
+        await until(lambda: len(engine.saved.files) == 4 + pooled)
         await engine.restart()
         await proxy.control.refresh()
         assert not engine.saved.ram
