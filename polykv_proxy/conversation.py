@@ -4,9 +4,10 @@ Pure. ``slots`` uses it to find the place whose cache fits, ``sessions`` to reco
 A wrong guess costs time only: the engine compares tokens before it reuses anything.
 """
 
-from collections.abc import Iterable
-from typing import NamedTuple
+import secrets
+from typing import Any, NamedTuple
 
+import orjson
 import xxhash
 
 
@@ -20,66 +21,81 @@ class Mark(NamedTuple):
 
 
 class Conversation:
-    """The prompt of one request. ``scope``: everything in front of the first message (dialect, system, tools)."""
+    """The prompt of one request. ``scope``: everything in front of the first message (dialect, system, tools).
 
-    __slots__ = ("_chain", "_roles", "_text", "scope")
+    Hashed when somebody asks, which is mostly when its reply is there: what is given must stay as it is until then.
+    """
 
-    def __init__(
-        self, scope: int, *, chain: list[int] | None = None, roles: list[str] | None = None, text: bytes = b""
-    ) -> None:
-        self.scope = scope
-        self._chain = chain
-        self._roles = roles or []
-        self._text = text
+    __slots__ = ("_digests", "_front", "_messages", "_text")
 
-    @classmethod
-    def of_messages(cls, scope: bytes, messages: Iterable[tuple[str, bytes]]) -> "Conversation":
-        """``messages``: (role, canonical bytes) each."""
-        digest = xxhash.xxh64(scope)
-        seed = digest.intdigest()
-        chain, roles = [], []
-        for role, raw in messages:
-            digest.update(len(raw).to_bytes(8, "little"))
-            digest.update(raw)
-            chain.append(digest.intdigest())
-            roles.append(role)
-        return cls(seed, chain=chain, roles=roles)
+    def __init__(self, front: Any, *, messages: list[Any] | None = None, text: bytes = b"") -> None:
+        self._front, self._messages, self._text = front, messages, text
+        self._digests: list[int] = []
 
     @classmethod
-    def of_text(cls, scope: bytes, text: bytes) -> "Conversation":
-        return cls(xxhash.xxh64_intdigest(scope), text=text)
+    def of_messages(cls, front: Any, messages: list[Any]) -> "Conversation":
+        """A chat. ``front``, ``messages``: as they were parsed from JSON."""
+        return cls(front, messages=messages)
+
+    @classmethod
+    def of_text(cls, front: Any, text: bytes) -> "Conversation":
+        return cls(front, text=text)
 
     def __len__(self) -> int:
-        return len(self._text) if self._chain is None else len(self._chain)
+        return len(self._text) if self._messages is None else len(self._messages)
 
     @property
     def is_text(self) -> bool:
-        return self._chain is None
+        return self._messages is None
+
+    @property
+    def scope(self) -> int:
+        return self._hashed()[0]
 
     def mark(self) -> Mark | None:
         """Where it stands now; None when it says nothing."""
         return self.mark_at(len(self)) if len(self) else None
 
     def mark_at(self, length: int) -> Mark:
-        if self._chain is None:
-            return Mark(self.scope, length, xxhash.xxh64_intdigest(self._text[:length]), True)
-        return Mark(self.scope, length, self._chain[length - 1], False)
+        digest = xxhash.xxh64_intdigest(self._text[:length]) if self.is_text else self._hashed()[length]
+        return Mark(self.scope, length, digest, self.is_text)
 
     def covers(self, mark: Mark) -> bool:
         """Whether it begins with all that ``mark`` stands for."""
-        if mark.scope != self.scope or mark.length > len(self) or mark.is_text is not self.is_text:
+        if mark.is_text is not self.is_text or mark.length > len(self) or mark.scope != self.scope:
             return False
-        if self._chain is not None:
-            return self._chain[mark.length - 1] == mark.digest
         return self.mark_at(mark.length) == mark
+
+    def _hashed(self) -> list[int]:
+        """Of what is in front; of that and the first message, and so on."""
+        if not self._digests:
+            digest = xxhash.xxh64(_canonical(self._front))
+            self._digests.append(digest.intdigest())
+            for message in self._messages or ():
+                raw = _canonical(message)
+                digest.update(len(raw).to_bytes(8, "little"))
+                digest.update(raw)
+                self._digests.append(digest.intdigest())
+        return self._digests
 
     @property
     def has_answers(self) -> bool:
         """It can be the next turn of something."""
-        return self._chain is None or "assistant" in self._roles
+        return self._messages is None or any(_is_answer(message) for message in self._messages)
 
     def answered_at(self, length: int) -> bool:
         """Whether an assistant's answer follows the first ``length`` messages: a next turn, not a repeated one."""
-        if self._chain is None:
+        if self._messages is None:
             return len(self._text) > length
-        return length < len(self._roles) and self._roles[length] == "assistant"
+        return length < len(self._messages) and _is_answer(self._messages[length])
+
+
+def _is_answer(message: Any) -> bool:
+    return isinstance(message, dict) and message.get("role") == "assistant"
+
+
+def _canonical(value: Any) -> bytes:
+    try:
+        return orjson.dumps(value)
+    except orjson.JSONEncodeError:
+        return secrets.token_bytes(16)  # nested deeper than it can be written: like nothing else

@@ -117,24 +117,21 @@ def read_call(
 
 def conversation_of(call: Call) -> Conversation | None:
     """What it says so far; None when that cannot be told (media, token arrays are told, lists of prompts are not)."""
-    body, name = call.body, call.dialect.name.encode()
+    body, name = call.body, call.dialect.name
     if call.dialect in (Dialect.NATIVE, Dialect.COMPLETIONS):
         prompt = body.get("prompt")
         if isinstance(prompt, str):
             return Conversation.of_text(name, prompt.encode("utf-8", "surrogatepass"))
         if call.n_prompts == 1 and isinstance(prompt, list):
-            return Conversation.of_text(name + b"[]", orjson.dumps(prompt)[:-1] + b",")
+            return Conversation.of_text(name + "[]", orjson.dumps(prompt)[:-1] + b",")
         return None
     messages = body.get("input" if call.dialect is Dialect.RESPONSES else "messages")
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
     if not isinstance(messages, list):
         return None
-    front = [body.get("model"), body.get("system"), body.get("instructions"), body.get("tools")]
-    return Conversation.of_messages(
-        name + orjson.dumps(front),
-        [(str(m.get("role", "")) if isinstance(m, dict) else "", orjson.dumps(m)) for m in messages],
-    )
+    front = [name, body.get("model"), body.get("system"), body.get("instructions"), body.get("tools")]
+    return Conversation.of_messages(front, messages)
 
 
 def _positive(value: Any) -> int:

@@ -2,6 +2,7 @@
 
 import time
 
+import orjson
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
@@ -14,11 +15,11 @@ USAGE = Usage(cache_n=100, prompt_n=10, predicted_n=20, tps=30.0)
 
 def chat(*texts: str) -> Conversation:
     roles = ("user", "assistant")
-    return Conversation.of_messages(b"", [(roles[i % 2], t.encode()) for i, t in enumerate(texts)])
+    return Conversation.of_messages("", [{"role": roles[i % 2], "content": t} for i, t in enumerate(texts)])
 
 
 def text(prompt: str) -> Conversation:
-    return Conversation.of_text(b"", prompt.encode())
+    return Conversation.of_text("", prompt.encode())
 
 
 def run_turn(book: SessionBook, session: Session, said: Conversation | None, now_s: float = 0) -> None:
@@ -97,7 +98,7 @@ def test_a_repeated_question_is_no_continuation() -> None:
     book = SessionBook()
     run_turn(book, book.make(0), chat("hi"))
     assert book.recognise(chat("hi"), 1) is None
-    user_twice = Conversation.of_messages(b"", [("user", b"hi"), ("user", b"hello?")])
+    user_twice = Conversation.of_messages("", [{"role": "user", "content": text} for text in ("hi", "hello?")])
     assert book.recognise(user_twice, 1) is None
 
 
@@ -110,6 +111,14 @@ def test_the_longest_match_wins() -> None:
     assert book.recognise(chat("hi", "no", "why"), 1) is short
 
 
+def test_what_is_nested_too_deep_to_be_written_is_like_nothing_else() -> None:
+    deep = orjson.loads(b"[" * 300 + b"]" * 300)
+    messages = [{"role": "user", "content": deep}, {"role": "assistant", "content": "x"}, {"role": "user"}]
+    book = SessionBook()
+    run_turn(book, book.make(0), Conversation.of_messages("", messages[:1]))
+    assert book.recognise(Conversation.of_messages("", messages), 1) is None
+
+
 def test_plain_prompts_are_recognised_by_their_text() -> None:
     book = SessionBook()
     session = book.make(0)
@@ -117,7 +126,7 @@ def test_plain_prompts_are_recognised_by_their_text() -> None:
     assert book.recognise(text("Once upon a time"), 1) is session
     assert book.recognise(text("Once upo"), 1) is None
     assert book.recognise(text("Once upon"), 1) is None
-    assert book.recognise(Conversation.of_text(b"other", b"Once upon a time"), 1) is None
+    assert book.recognise(Conversation.of_text("other", b"Once upon a time"), 1) is None
 
 
 def test_a_failed_turn_is_not_continued() -> None:

@@ -19,7 +19,7 @@ def make_book(n: int = 4, live: set[str] | None = None) -> SlotBook:
 
 def chat(*texts: str) -> Conversation:
     roles = ("user", "assistant")
-    return Conversation.of_messages(b"", [(roles[i % 2], t.encode()) for i, t in enumerate(texts)])
+    return Conversation.of_messages("", [{"role": roles[i % 2], "content": t} for i, t in enumerate(texts)])
 
 
 def take(book: SlotBook, ticket_id: int, session: str | None = None, now_s: float = 0, **kw) -> Grant:
