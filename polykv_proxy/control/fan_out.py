@@ -50,6 +50,10 @@ TAKE_S = 1.0
 MAX_ROUNDS = 16
 """So often at most a request looks for somebody to wait for: leaders leave, and pools may go as soon as they came."""
 
+DOUBT = 2
+"""A body may have so many times more tokens for its bytes than any before. Most requests are too small for a pool then,
+and are not even looked at."""
+
 MAX_MISSES = 25
 """So often a slot may turn out to hold something else, before those who wait go on without."""
 
@@ -97,6 +101,8 @@ class FanOut:
         self._tree, self._sessions, self._slots, self._watch = tree, sessions, slots, watch
         self._comparer, self._pools, self._may_change, self._clock = comparer, pools, may_change, clock
         self.min_tokens = min_tokens
+        self.tokens_per_byte: float | None = None
+        """The most that a body had until now; None before the first."""
         self._prompts = PromptBook(max(1, min_tokens))
         self._flights: dict[int, _Flight] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -107,8 +113,16 @@ class FanOut:
         return sum(len(flight.waiting) for flight in self._flights.values())
 
     def concerns(self, n_bytes: int) -> bool:
-        """A body of this size may begin with something worth sharing."""
-        return self.min_tokens > 0 and n_bytes >= self._prompts.min_bytes
+        """A body of this size may begin with something worth sharing, as far as its bytes can have so many tokens."""
+        if self.min_tokens <= 0 or n_bytes < self._prompts.min_bytes:
+            return False
+        most = self.tokens_per_byte
+        return most is None or DOUBT * most * n_bytes >= self.min_tokens
+
+    def counted(self, n_bytes: int, n_tokens: int) -> None:
+        """The engine said how many tokens a body had."""
+        if n_bytes >= self._prompts.min_bytes:
+            self.tokens_per_byte = max(self.tokens_per_byte or 0.0, n_tokens / n_bytes)
 
     async def stop(self) -> None:
         tasks = list(self._tasks)

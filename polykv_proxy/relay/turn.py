@@ -388,6 +388,8 @@ class TurnRelay:
             self._receipt.miss_reason = self._control.settle(self._plan, self._outcome(usage))
         if self._status == 200 and self._call.n_finals == 1:
             call = self._call
+            if usage.cache_n is not None and usage.prompt_n is not None and not call.has_media:
+                self._control.fan_out.counted(len(call.raw), usage.cache_n + usage.prompt_n)
             said = Said(call.path, call.body, len(call.raw), self._family)
             self._control.divergences.settled(self._record, self._turn.session, said, self._plan)
 

@@ -352,6 +352,21 @@ async def test_what_cannot_be_rendered_is_not_tried_again_and_again(engine: Fake
     assert len(proxy.control.tree) == 0
 
 
+async def test_what_cannot_have_so_many_tokens_is_not_looked_at(engine: FakeEngine, make_proxy: ProxyMaker) -> None:
+    async with make_proxy(engine.url) as proxy:
+        fan_out = proxy.control.fan_out
+        assert (fan_out.concerns(255), fan_out.concerns(256)) == (False, True)
+        fan_out.counted(1000, 100)
+        assert (fan_out.concerns(1279), fan_out.concerns(1280)) == (False, True), "twice as dense, but not more"
+        fan_out.counted(1000, 50)
+        fan_out.counted(10, 10)
+        assert not fan_out.concerns(1279), "the most counts, and what is too short anyway does not"
+        answer = await proxy.chat("hello " * 50)
+        timings, n_bytes = answer.json()["timings"], len(answer.request.content)
+        assert fan_out.tokens_per_byte == (timings["cache_n"] + timings["prompt_n"]) / n_bytes > 0.1
+        assert fan_out.concerns(n_bytes)
+
+
 @pytest.mark.parametrize("settings", [{"auto_pool_min_tokens": 0}, {"mode": "explicit"}, {"auto_pool_min_tokens": 999}])
 async def test_when_it_is_off_everybody_prefills(
     engine: FakeEngine, make_proxy: ProxyMaker, settings: dict[str, Any]
