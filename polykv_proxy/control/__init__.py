@@ -15,6 +15,7 @@ holdings   how many cells pools and slots hold, alone and together
 room       cells: does it fit, who leaves, who waits for whom
 fan_out    requests that begin alike prefill that once
 alike      which prompts begin alike (pure)
+hints      pools where a client's marks are
 automatic  pools that nobody ordered, and their ageing
 attach     which pool a request gets, how far, and why not further
 compare    a prompt against the pools

@@ -120,7 +120,7 @@ class AutomaticPools(PoolWork):
         if not unused:
             return
         if len(automatic) > MAX_AUTO_POOLS or unused[0].last_use_s <= self._clock() - self._forget_after_s:
-            await self._let_go(unused[0].pool_id)
+            await self.let_go(unused[0].pool_id)
             return
         tax = self._idle_tax()
         if self._residency.saved.available or tax is None or tax <= MAX_IDLE_TAX:
@@ -155,10 +155,10 @@ class AutomaticPools(PoolWork):
         pool = await self._commit_auto(plan, made)
         last, self._of_slot[slot_id] = self._of_slot.get(slot_id), pool.pool_id
         if last is not None:
-            await self._let_go(last)
+            await self.let_go(last)
         return pool
 
-    async def _let_go(self, pool_id: PoolId) -> None:
+    async def let_go(self, pool_id: PoolId) -> None:
         """Release an automatic pool, unless somebody needs it: then it stays until it is evicted."""
         pool = self._tree.find(pool_id)
         if pool is None or not pool.auto or self._tree.children(pool_id) or pool_id in self._residency.in_use():

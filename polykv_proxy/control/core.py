@@ -21,6 +21,7 @@ from polykv_proxy.control.diagnosis import boot_lines, collect_facts
 from polykv_proxy.control.diverged import Divergences
 from polykv_proxy.control.dry_run import DryRun
 from polykv_proxy.control.fan_out import FanOut
+from polykv_proxy.control.hints import Hints
 from polykv_proxy.control.keeping import Keeping
 from polykv_proxy.control.lease import TTL_S, Lease
 from polykv_proxy.control.leaving import IdlePools
@@ -229,6 +230,13 @@ class Control:
             clock=clock,
             min_tokens=settings.auto_pool_min_tokens if settings.mode == "auto" else 0,
         )
+        self.hints = Hints(
+            tree=self.tree,
+            engine=self.engine,
+            pools=self.pools,
+            fan_out=self.fan_out,
+            may_change=lambda: self.owns_engine,
+        )
         self.keeping = Keeping(
             tree=self.tree,
             residency=self.residency,
@@ -278,6 +286,7 @@ class Control:
         for task in self._working:
             task.cancel()
         await asyncio.gather(*self._working, return_exceptions=True)
+        await self.hints.stop()
         await self.fan_out.stop()
         await self.pools.stop()
         await self.divergences.stop()

@@ -75,6 +75,8 @@ class _Flight:
     waiting: dict[int, _Waiter] = field(default_factory=dict)
     slot_id: SlotId | None = None
     n_misses: int = 0
+    task: "asyncio.Task[None] | None" = None
+    made: bool = False
 
     @property
     def n_wanted(self) -> int:
@@ -225,12 +227,32 @@ class FanOut:
             return None, 0
         flight = self._flights.get(leader.number)
         if flight is None:
-            flight = self._flights[leader.number] = _Flight(leader, _known(leader))
-            flight.wished.append(n_common)
-            task = asyncio.create_task(self._fly(flight), name="polykv-fan-out")
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            flight = self._begin(leader, n_common)
         return flight, n_common
+
+    async def share(self, turn: Turn, tokens: Tokens, n_tokens: int) -> bool:
+        """Make a pool of how a request begins that is with the engine, when its slot holds that. Gives whether it is.
+
+        ``tokens``: all of its prompt.
+        """
+        prompt = self._prompts.find(turn)
+        if prompt is None:
+            return False
+        if prompt.tokens is None:
+            self._prompts.rendered(prompt, tokens)
+        while (flight := self._flights.get(prompt.number)) is not None and flight.task is not None:
+            await asyncio.wait([flight.task])  # somebody else begins like it, and needs more or less of it
+        flight = self._begin(prompt, n_tokens)
+        assert flight.task is not None
+        await asyncio.wait([flight.task])
+        return flight.made
+
+    def _begin(self, leader: Prompt, n_tokens: int) -> _Flight:
+        flight = self._flights[leader.number] = _Flight(leader, _known(leader), [n_tokens])
+        flight.task = asyncio.create_task(self._fly(flight), name="polykv-fan-out")
+        self._tasks.add(flight.task)
+        flight.task.add_done_callback(self._tasks.discard)
+        return flight
 
     def _with_leaders(self, others: list[Prompt], prompt: Prompt) -> list[Prompt]:
         """Also those whom they wait for."""
@@ -301,15 +323,14 @@ class FanOut:
     # One flight ----------------------------------------------------------------------------------------------------
 
     async def _fly(self, flight: _Flight) -> None:
-        made = False
         try:
-            made = await self._make(flight)
+            flight.made = await self._make(flight)
         except PolyKVError as e:
             log.info("those who begin alike go on without a pool: %s", e.message)
         finally:
             self._flights.pop(flight.leader.number, None)
             for waiter in flight.waiting.values():
-                _tell(waiter, made)
+                _tell(waiter, flight.made)
 
     async def _make(self, flight: _Flight) -> bool:
         """Follow the leader until there is a pool. Gives whether there is. Raises UpstreamError and its heirs."""

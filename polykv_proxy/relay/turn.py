@@ -27,6 +27,7 @@ from polykv_proxy.ids import SlotId
 from polykv_proxy.relay.desk import SlotDesk
 from polykv_proxy.relay.dialects import Call, Dialect, conversation_of
 from polykv_proxy.relay.fields import OWN_HEADERS
+from polykv_proxy.relay.hints import beginnings_in
 from polykv_proxy.relay.json_bytes import append_to_object
 from polykv_proxy.relay.pump import begin, cut, is_sse, mark_recorded, pump_plain, raw_headers_of, say_if_refused, send
 from polykv_proxy.relay.receipt import Receipt
@@ -222,6 +223,9 @@ class TurnRelay:
         body = rewrite(self._call, self._plan, slot_id)
         self._turn.sent(self._clock(), slot_id, self._plan.pool_id if self._plan is not None else None)
         self._sent = True
+        if self._control.hints.on and (marked := beginnings_in(self._call)):
+            tokens = self._plan.tokens if self._plan is not None else None
+            self._control.hints.follow(self._turn, self._call.path, self._call.body, marked, tokens)
         headers = raw_headers_of(self._request, OWN_HEADERS)
         async with await self._control.engine.open(
             "POST", self._target, headers, body, streams=self._call.stream
