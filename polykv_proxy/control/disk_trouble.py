@@ -22,15 +22,16 @@ class DiskTrouble:
         self._clock = clock
         self.why = ""
         self.first_pause_s, self.longest_pause_s = FIRST_PAUSE_S, LONGEST_PAUSE_S
-        self._pause_s = 0.0
+        self._pause_s, self._n_bytes = 0.0, 0
         self._until_s = float("-inf")
 
     @property
     def may_try(self) -> bool:
         return self._clock() >= self._until_s
 
-    def failed(self, why: str) -> None:
-        """A file could not be written. Of attempts that ran at the same time only the first makes the pause longer."""
+    def failed(self, why: str, n_bytes: int = 0) -> None:
+        """A file of so many bytes could not be written. Of several at the same time one makes the pause longer."""
+        self._n_bytes = max(self._n_bytes, n_bytes)
         if self.may_try:
             self._pause_s = min(max(2 * self._pause_s, self.first_pause_s), self.longest_pause_s)
             self._until_s = self._clock() + self._pause_s
@@ -38,16 +39,17 @@ class DiskTrouble:
             log.warning("states are not saved on disk, it is tried again from time to time: %s", why)
         self.why = why
 
-    def worked(self) -> None:
-        """A file was written."""
-        if self.why:
-            log.info("states are saved on disk again")
-        self.why, self._pause_s = "", 0.0
+    def worked(self, n_bytes: int) -> None:
+        """A file was written. A smaller one than failed says little of a disk that is nearly full."""
         self._until_s = float("-inf")
+        if n_bytes >= self._n_bytes:
+            if self.why:
+                log.info("states are saved on disk again")
+            self.why, self._pause_s, self._n_bytes = "", 0.0, 0
 
     def end_pause(self) -> None:
         """It may be another disk now."""
-        self._pause_s, self._until_s = 0.0, float("-inf")
+        self._pause_s, self._n_bytes, self._until_s = 0.0, 0, float("-inf")
 
 
 def _cause(why: str) -> str:

@@ -29,6 +29,10 @@ class FileWriter:
         self._due[tag] = None
         self.go_on()
 
+    def discard(self, tag: str) -> None:
+        """It was forgotten."""
+        self._due.pop(tag, None)
+
     def clear(self) -> None:
         """What was in memory is not there any more."""
         self._due.clear()

@@ -77,7 +77,7 @@ class IdlePools:
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def _tend(self) -> None:
-        self._residency.saved.tend()
+        await self._residency.saved.tend()
         if self._residency.has_strangers and self._residency.saved.known:
             await self._residency.forget_strangers()
         if not self._residency.saved.available or not self._is_at_rest():

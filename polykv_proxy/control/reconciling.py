@@ -153,8 +153,6 @@ class PoolReconciler(PoolLoader, ABC):
             await self.give_back_claimed(strays)
             for pool in outdated:  # what is saved was made with the same adapters
                 await self.forget_saved(pool)
-            if len(self.saved.places()) == 2:
-                await self.saved.knows_places()  # before somebody waits for the answer
 
     def doubt_cells(self) -> None:
         """A slot may hold something else than the books say: the engine's word for it got lost."""

@@ -88,7 +88,7 @@ class SavedStates(SavedRoom):
             if saved.disk_error is not None:
                 await self._also_on_disk(saved, seq, id_slot)
             elif "disk" in saved.places:
-                self.disk.worked()
+                self.disk.worked(saved.n_bytes)
             await self._keep_within_budgets(self.find(tag) or state)
         self.counts.saved(time.monotonic() - began_s)
         if only is None:
@@ -128,7 +128,7 @@ class SavedStates(SavedRoom):
                 to = "ram"  # what was computed with adapters is kept in memory only
             except SavedBudget as e:
                 if e.need is None or e.free is None:
-                    self.disk.failed(e.message)
+                    self.disk.failed(e.message, n_bytes)
                     if to == "ram" or "ram" not in places:
                         raise
                     to = "ram"
@@ -160,7 +160,7 @@ class SavedStates(SavedRoom):
         if error is None:
             return
         if error.need is None or error.free is None:
-            self._disk_failed(SavedBudget(error.message))
+            self._disk_failed(SavedBudget(error.message), saved.n_bytes)
         elif not await self._make_room("disk", error.need - error.free, older_than=saved.tag):
             log.info("%s is saved in memory, but not on disk: %s", saved.tag, error.message)
             self._memory_only.add(saved.tag)
@@ -179,8 +179,12 @@ class SavedStates(SavedRoom):
 
     # Files, later --------------------------------------------------------------------------------------------------
 
-    def tend(self) -> None:
-        """Called by the heartbeat: what is to be written may have waited for a disk that failed."""
+    async def tend(self) -> None:
+        """Called with the heartbeat, which does not wait: ask what the engine can before somebody waits for the answer,
+        and write what may have waited for a disk that failed.
+        """
+        if len(self.places()) == 2 and self.known and self._is_ours():
+            await self.knows_places()
         self._files.go_on()
 
     async def finish_writing(self) -> None:
@@ -212,7 +216,7 @@ class SavedStates(SavedRoom):
                     written = await self._engine.write_saved(tag)
                 except SavedBudget as e:
                     if e.need is None or e.free is None:
-                        self._disk_failed(e)
+                        self._disk_failed(e, state.n_bytes)
                         return False
                     if not await self._make_room("disk", e.need - e.free, older_than=tag):
                         log.info("%s stays in memory only: %s", tag, e.message)
@@ -236,14 +240,14 @@ class SavedStates(SavedRoom):
                     return True
 
     def _is_written(self, saved: SavedState) -> None:
-        self.disk.worked()
+        self.disk.worked(saved.n_bytes)
         state = self.find(saved.tag)
         if state is not None and _content(state) == _content(saved):
             self.amend(state.model_copy(update={"places": tuple(dict.fromkeys([*state.places, "disk"]))}))
 
-    def _disk_failed(self, error: SavedBudget) -> None:
+    def _disk_failed(self, error: SavedBudget, n_bytes: int) -> None:
         self.counts.failed(error, loading=False)
-        self.disk.failed(error.message)
+        self.disk.failed(error.message, n_bytes)
 
     # The engine's list ---------------------------------------------------------------------------------------------
 
@@ -253,6 +257,12 @@ class SavedStates(SavedRoom):
         if len(self.places()) == 2:
             for state in self:
                 self._write_in_time(state.tag)
+
+    def leave_out(self, tag: str, place: Place | None = None) -> None:
+        super().leave_out(tag, place)
+        if self.find(tag) is None:
+            self._files.discard(tag)
+            self._memory_only.discard(tag)
 
     def engine_lost(self, *, keeps_memory: bool) -> None:
         """Another start of the engine, or it fell asleep."""

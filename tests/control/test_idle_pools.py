@@ -55,7 +55,8 @@ async def test_unused_pools_leave_leaves_first_and_pinned_ones_stay(plane):
     plane.control.residency.evict = evict_and_note
     await eventually(lambda: residencies(plane) == {"root": "warm", "child": "warm", "pinned": "resident"})
     assert order == ["child", "root"]
-    assert (plane.engine.cache.used(), plane.control.tier.facts().n_left) == (100, 2)
+    await eventually(lambda: plane.engine.cache.used() == 100)  # the sequence is freed right after
+    assert plane.control.tier.facts().n_left == 2
     n = n_prefilled(plane)
     plan = await decide(plane, [1] * 200 + [2] * 51, pool_ref="child")
     assert (plan.miss_reason, n_prefilled(plane)) == (None, n)

@@ -52,6 +52,18 @@ def test_a_list_that_was_asked_for_before_a_change_does_not_undo_it():
     assert [s.n_tokens for s in books] == [2, 3]
 
 
+def test_what_is_expected_of_a_new_start_is_what_outlives_the_last_one_until_the_list_is_there():
+    books = SavedBooks()
+    books.enter(state(1, places=("ram", "disk")))
+    books.enter(state(2, places=("ram",)))
+    books.lost(("ram", "disk"))
+    assert [books.is_expected((n, n)) for n in (1, 2, 3)] == [True, True, False]
+    books.lost(("disk",))
+    assert [books.is_expected((n, n)) for n in (1, 2)] == [True, False]
+    books.found([], books.mark())
+    assert not books.is_expected((1, 1))
+
+
 def test_files_of_another_model_are_not_ours():
     books = SavedBooks()
     books.found([state(1, usable=False), state(2)], books.mark())
@@ -103,9 +115,11 @@ class Machine(RuleBasedStateMachine):
         self.books, self.engine, self.gone = SavedBooks(), {}, []
         self.books.on_gone = lambda state: self.gone.append(state.tag)
 
-    @rule(target=states, n=st.integers(1, 5), start=st.integers(0, 1))
-    def save(self, n, start):
-        made = state(n, start=start)
+    @rule(
+        target=states, n=st.integers(1, 5), start=st.integers(0, 1), places=st.sampled_from([("ram",), ("ram", "disk")])
+    )
+    def save(self, n, start, places):
+        made = state(n, start=start, places=places)
         self.engine[made.tag] = made
         self.books.enter(made)
         return made
@@ -114,6 +128,16 @@ class Machine(RuleBasedStateMachine):
     def forget(self, made):
         self.engine.pop(made.tag, None)
         self.books.leave_out(made.tag)
+
+    @rule(made=states, place=st.sampled_from(["ram", "disk"]))
+    def leave_one_place(self, made, place):
+        there = self.engine.get(made.tag)
+        self.books.leave_out(made.tag, place)
+        if there is not None and place in there.places:
+            left = tuple(at for at in there.places if at != place)
+            self.engine[made.tag] = there.model_copy(update={"places": left})
+            if not left:
+                del self.engine[made.tag]
 
     @rule(target=lists)
     def ask(self):
@@ -126,7 +150,7 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def the_books_are_the_engine(self):
-        assert {s.tag for s in self.books} == set(self.engine)
+        assert {s.tag: s.places for s in self.books} == {tag: s.places for tag, s in self.engine.items()}
         for n in range(1, 6):
             wanted = {tag for tag, s in self.engine.items() if state_content(s) == (n, n)}
             assert {s.tag for s in self.books.of_content(n, n)} == wanted

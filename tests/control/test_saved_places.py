@@ -158,6 +158,29 @@ async def test_an_engine_that_knows_no_places_writes_at_once_and_forgets_in_both
         await books_are_the_engines(plane)
 
 
+async def test_the_heartbeat_does_not_wait_to_hear_what_the_engine_can(engine):
+    hold = Hold()
+    engine.on("save", "request", hold)
+    async with planes(engine, warm_after_s=LATER, warm_disk_bytes=MIB, heartbeat_s=0.02) as plane:
+        await hold.reached()
+        asked_s = plane.control.watch.asked_s
+        await eventually(lambda: plane.control.watch.asked_s > asked_s + 0.1)
+        hold.release()
+        await plane.create(tokens=[1] * 100, name="a")
+        await eventually(lambda: places(plane) == {100: ("disk",)})
+
+
+async def test_what_is_forgotten_is_not_remembered_for_a_disk_that_fails(plane):
+    plane.engine.saved.disk_fails = FULL.format("a")
+    for i in range(3):
+        await plane.create(tokens=[i] * 100, name=f"p{i}")
+        await evict(plane, f"p{i}")
+    assert len(plane.control.saved._files._due) == 3
+    for i in range(3):
+        await evict(plane, f"p{i}", "cold")
+    assert (plane.control.saved._files._due, places(plane)) == ({}, {})
+
+
 # One place -----------------------------------------------------------------------------------------------------------
 
 
@@ -279,8 +302,8 @@ def test_a_disk_is_left_alone_longer_each_time_and_talked_about_once_per_cause(c
                 now_s += 1.0
             pauses.append(now_s - began_s)
         disk.failed("cannot write /states/9.state.tmp: Read-only file system")
-        disk.worked()
-        disk.worked()
+        disk.worked(1)
+        disk.worked(1)
         disk.failed(FULL.format(10))
     assert pauses == [5, 10, 20, 40, 80, 160, 300, 300, 300]
     assert [(r.levelname, r.getMessage().rpartition(": ")[2]) for r in caplog.records] == [
@@ -289,6 +312,23 @@ def test_a_disk_is_left_alone_longer_each_time_and_talked_about_once_per_cause(c
         ("INFO", "states are saved on disk again"),
         ("WARNING", "No space left on device"),
     ]
+
+
+def test_a_disk_that_is_nearly_full_takes_small_files_and_is_not_said_to_work_again(caplog):
+    now_s, pauses = 0.0, []
+    disk = DiskTrouble(lambda: now_s)
+    with caplog.at_level(logging.INFO, "polykv.saved"):
+        for i in range(4):
+            disk.failed(FULL.format(i), 1000)
+            began_s = now_s
+            while not disk.may_try:
+                now_s += 1.0
+            pauses.append(now_s - began_s)
+            disk.worked(999)
+            assert (disk.may_try, disk.why) == (True, FULL.format(i))
+        disk.worked(1000)
+    assert (pauses, disk.why) == ([5, 10, 20, 40], "")
+    assert [r.levelname for r in caplog.records] == ["WARNING", "INFO"]
 
 
 async def test_a_full_disk_costs_the_copies_there_and_nothing_else(engine, caplog):

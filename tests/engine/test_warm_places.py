@@ -1,6 +1,7 @@
 """Memory and disk together, through the proxy on a real engine: what leaves one stays in the other, and is not there
 twice in the cache when it comes back."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -68,3 +69,33 @@ def test_what_was_saved_whole_shares_what_a_parent_holds_again(dense_path: Path,
         books_hold(site)
         same_as_a_full_prefill(site, tokens["leaf"], attach(site, "leaf", tokens["leaf"], "s"))
         books_hold(site)
+
+
+def test_a_folder_that_goes_away_costs_nothing_but_the_files(dense_path: Path, noise: Noise, tmp_path: Path) -> None:
+    def told(what: str) -> int:
+        return site.log.read_text().count(what)
+
+    def n_files() -> int:
+        return int(view(site)["warm"]["disk"]["pools"])
+
+    folder = tmp_path / "saved"
+    with deployed(dense_path, tmp_path, LATER, disk=True) as site:
+        create(site, "before", noise(0, N_TOKENS))
+        eventually(lambda: n_files() == 1, lambda: view(site)["warm"])
+        shutil.move(folder, folder.with_name("away"))
+        tokens = {f"p{i}": noise(10 + i, N_TOKENS) for i in range(4)}
+        for name, prefix in tokens.items():
+            create(site, name, prefix)
+        eventually(lambda: told("states are not saved on disk") > 0, lambda: site.log.read_text()[-2000:])
+        for name in ("p0", "p1"):
+            answer = site.http.post(f"/polykv/pools/{name}/evict?to=warm").raise_for_status()
+            assert answer.json()["residency"] == "warm"
+        assert (n_files(), view(site)["warm"]["ram"]["pools"], told("states are not saved on disk")) == (1, 2, 1)
+        shutil.move(folder.with_name("away"), folder)
+        eventually(lambda: n_files() == 5, lambda: view(site)["warm"])
+        assert (told("states are not saved on disk"), told("states are saved on disk again")) == (1, 1)
+        assert site.stats()["saved"]["ram"]["bytes"] == view(site)["warm"]["ram"]["bytes"]
+        site.restart_engine()
+        for name, prefix in tokens.items():
+            attach(site, name, prefix, f"s-{name}")
+        assert site.stats()["n_prompt_cum"] == len(tokens) * N_SUFFIX
