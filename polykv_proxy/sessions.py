@@ -56,6 +56,8 @@ class Session:
     mark: Mark | None = None
     continues: bool = False
     """Its last prompt held answers: it goes on with something, and may go on further."""
+    has_peers: bool = False
+    """Others began like it: one of several agents."""
     held_n_tokens: int | None = None
     """What its slot should hold since its last turn; None when that did not say, or something else happened to it."""
     held_s: float = float("-inf")
@@ -75,8 +77,11 @@ class Session:
 
     @property
     def may_return(self) -> bool:
-        """Whether it is worth keeping what it said: most prompts of clients that name no session are all there is."""
-        return self.named or self.continues or self.n_turns > 1
+        """Whether it is worth keeping what it said: most prompts of clients that name no session are all there is.
+
+        Not those of agents, which begin like others or with a pool; and what an agent has beyond its pool is little.
+        """
+        return self.named or self.continues or self.n_turns > 1 or self.has_peers or self.pool_id is not None
 
     @property
     def running_in(self) -> PoolId | None:

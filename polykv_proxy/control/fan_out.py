@@ -12,8 +12,8 @@ The pool is cut at the exact token where those who are known by then part. Who w
 or none is to be had: nobody ever waits for more than somebody else's prefill of his own tokens.
 
 When a leader is gone before its slot held all of it, the first who waits is the next one, and is given that slot with
-what was prefilled in it. A model with one state instead of cells cannot share a slot's beginning: there the beginning
-is prefilled as a pool, once, and everybody attaches to it.
+what was prefilled in it. A model with one state instead of cells cannot share a slot's beginning: there
+the beginning is prefilled once more, as a pool, and all but the first attach to it.
 """
 
 import asyncio
@@ -225,6 +225,7 @@ class FanOut:
         n_common = min(n_common, len(tokens) - 1)
         if n_common < self.min_tokens or n_common - n_pooled < MIN_GAIN_TOKENS:
             return None, 0
+        leader.session.has_peers = prompt.session.has_peers = True
         flight = self._flights.get(leader.number)
         if flight is None:
             flight = self._begin(leader, n_common)

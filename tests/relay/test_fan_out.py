@@ -310,6 +310,15 @@ async def test_a_session_that_goes_on_waits_for_nobody(engine: FakeEngine, proxy
     await other
 
 
+async def test_agents_that_name_nothing_are_worth_keeping(engine: FakeEngine, proxy: Proxy) -> None:
+    """They go on, as one that is like nobody hardly ever does; also who came first, and attached to nothing."""
+    for _ in range(2):
+        bodies = [body_of(CHAT, text) for text in WORDS[:2]]
+        await asyncio.gather(*(proxy.client.post(CHAT, json=body) for body in bodies))
+    await proxy.chat("Once upon a time")
+    assert [session.may_return for session in proxy.control.sessions] == [True] * 4 + [False]
+
+
 # None of it ----------------------------------------------------------------------------------------------------------
 
 

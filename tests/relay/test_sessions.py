@@ -183,6 +183,8 @@ def test_who_may_come_back() -> None:
     once = book.make(0)
     run_turn(book, once, text("Once upon a time"))
     assert not once.may_return
+    once.pool_id = PoolId(1)
+    assert once.may_return, "an agent of that pool"
 
 
 def test_what_a_slot_should_hold_is_what_the_last_turn_said() -> None:
