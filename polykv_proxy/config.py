@@ -91,6 +91,11 @@ class Settings(BaseSettings):
         None, description="Admission mode of pools without a policy of their own."
     )
     rewrite_tool_choice: bool = Field(True, description="A named tool_choice reaches the engine as 'required'.")
+    normalise: Annotated[tuple[Literal["billing", "date"], ...], NoDecode] = Field(
+        (),
+        description="Lines of system prompts that are pinned to what came first, comma-separated: billing, date; "
+        "none = nothing is rewritten.",
+    )
     max_body_bytes: int = Field(
         32 << 20, ge=1024, description="Larger bodies in bytes on the routes that are parsed get 413."
     )
@@ -122,6 +127,14 @@ class Settings(BaseSettings):
         if isinstance(value, str):
             return tuple(part.strip() for part in value.split(",") if part.strip())
         return value
+
+    @field_validator("normalise", mode="before")
+    @classmethod
+    def _split_kinds(cls, value: Any) -> Any:
+        """One comma-separated string (environment, flag) or a list (TOML); repetitions go."""
+        if isinstance(value, str):
+            value = [part.strip() for part in value.split(",") if part.strip()]
+        return tuple(dict.fromkeys(value)) if isinstance(value, list | tuple) else value
 
     @field_validator("upstream_api_key", "admin_key", "state", "default_target_tps", "default_mode", mode="before")
     @classmethod

@@ -18,6 +18,9 @@ def serve(
     state: Annotated[
         str | None, typer.Option("--state", help="Journal of the pools; ':memory:' keeps nothing.")
     ] = None,
+    normalise: Annotated[
+        str | None, typer.Option("--normalise", help="Pin changing lines of system prompts: billing, date.")
+    ] = None,
     admin_key: AdminKey = None,
     config: Annotated[Path | None, typer.Option("--config", help="TOML file with settings.")] = None,
     as_json: AsJson = False,
@@ -32,7 +35,14 @@ def serve(
     from polykv_proxy.engine.local import choose_port
 
     settings = load_settings(
-        config, upstream_url=upstream, host=host, port=port, mode=mode, state=state, admin_key=admin_key
+        config,
+        upstream_url=upstream,
+        host=host,
+        port=port,
+        mode=mode,
+        state=state,
+        normalise=normalise,
+        admin_key=admin_key,
     )
     if settings.port or len(settings.hosts) > 1:
         chosen = choose_port(*settings.hosts, wanted=settings.port, flag="--port")

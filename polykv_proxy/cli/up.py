@@ -41,6 +41,9 @@ def up(
     state: Annotated[
         str | None, typer.Option("--state", help="Journal of the pools; ':memory:' keeps nothing.")
     ] = None,
+    normalise: Annotated[
+        str | None, typer.Option("--normalise", help="Pin changing lines of system prompts: billing, date.")
+    ] = None,
     admin_key: AdminKey = None,
     config: Annotated[Path | None, typer.Option("--config", help="TOML file with settings of the proxy.")] = None,
     engine: Annotated[
@@ -69,7 +72,14 @@ def up(
     chosen_engine_port = engine_port or choose_port(LOOPBACK, wanted=0, flag="--engine-port")
     engine_url = f"http://{LOOPBACK}:{chosen_engine_port}"
     asked = load_settings(
-        config, upstream_url=engine_url, host=host, port=port, mode=mode, state=state, admin_key=admin_key
+        config,
+        upstream_url=engine_url,
+        host=host,
+        port=port,
+        mode=mode,
+        state=state,
+        normalise=normalise,
+        admin_key=admin_key,
     )
     _check_journal(asked)
     choose_port(LOOPBACK, wanted=chosen_engine_port, flag="--engine-port")
@@ -112,7 +122,7 @@ def _proxy_child(settings: "Settings", config: Path | None) -> "Child":
 
     command = [sys.executable, "-m", "polykv_proxy.cli", "serve"]
     command += ["--upstream", settings.upstream_url, "--host", settings.host, "--port", str(settings.port)]
-    command += ["--mode", settings.mode]
+    command += ["--mode", settings.mode, "--normalise", ",".join(settings.normalise)]
     command += ["--state", settings.state] if settings.state is not None else []
     command += ["--config", str(config)] if config is not None else []
     key = settings.admin_key.get_secret_value() if settings.admin_key else next(iter(settings.data_keys), None)

@@ -8,6 +8,7 @@ connection  heads that cannot be read, below the application
 doors       which door a request target leads to, however it is spelled (pure)
 dialects    what a request says, in four dialects (pure)
 speakers    who is speaking, by the headers of agents (pure)
+normalise   lines that change by themselves, pinned for who asks for it (pure)
 hints       where a client says that a cache should end (pure)
 fields      the contract's fields in bodies and headers (pure)
 rewrite     the request as the engine gets it (pure)

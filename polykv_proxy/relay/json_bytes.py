@@ -61,6 +61,42 @@ def members(text: bytes, at: int = 0) -> tuple[list[Member], int]:
                 return found, match.start()
 
 
+def value_at(text: bytes, path: Sequence[str | int]) -> tuple[int, int]:
+    """Where the value lies that keys and indices lead to: ``text[start:end]``. Of a repeated key the last."""
+    start, end = 0, len(text)
+    for step in path:
+        if isinstance(step, str):
+            member = next(m for m in reversed(members(text, start)[0]) if m.key == step)
+            start, end = member.value, member.end
+        else:
+            start, end = _element(text, start, step)
+    return start, end
+
+
+def _element(text: bytes, at: int, index: int) -> tuple[int, int]:
+    """An element of the array that begins at or after ``at``. Raises ValueError when it has fewer."""
+    start = pos = text.index(b"[", at) + 1
+    depth = 1
+    while True:
+        match = (_SHALLOW if depth == 1 else _DEEP).search(text, pos)
+        if match is None:
+            raise ValueError("not a complete JSON array")
+        pos = match.end()
+        token = text[match.start()]
+        if token in _OPEN:
+            depth += 1
+        elif token in _CLOSE:
+            depth -= 1
+        if depth == 0 or (depth == 1 and token == _COMMA):
+            if index == 0:
+                piece = text[start : match.start()]
+                lead = len(piece) - len(piece.lstrip(_SPACE))
+                return start + lead, start + len(piece.rstrip(_SPACE))
+            if depth == 0:
+                raise ValueError("the array has fewer elements")
+            index, start = index - 1, pos
+
+
 def edit(
     text: bytes,
     *,

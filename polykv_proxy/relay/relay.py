@@ -20,6 +20,7 @@ from polykv_proxy.relay.desk import SlotDesk
 from polykv_proxy.relay.dialects import ATTACHABLE, TAKES_A_SLOT, Call, Dialect, may_carry_fields, parse_json, read_call
 from polykv_proxy.relay.fields import BODY_FIELDS, OWN_HEADERS, Fields, in_headers, read_fields, session_in
 from polykv_proxy.relay.metrics import metrics_answer
+from polykv_proxy.relay.normalise import Normaliser
 from polykv_proxy.relay.pump import (
     has_begun,
     is_recorded,
@@ -31,6 +32,7 @@ from polykv_proxy.relay.pump import (
     say_if_refused,
 )
 from polykv_proxy.relay.receipt import unread_headers
+from polykv_proxy.relay.speakers import speaker_in
 from polykv_proxy.relay.turn import TurnRelay
 from polykv_proxy.upstream.client import Body
 
@@ -54,6 +56,8 @@ class Relay:
         self.idle = asyncio.Event()
         self.idle.set()
         self.n_floating = 0
+        kinds = control.settings.normalise
+        self._normaliser = Normaliser(kinds) if kinds else None
         self._looking: asyncio.Task[None] | None = None
 
     def dialect_of(self, request: web.Request, target: str) -> Dialect | None:
@@ -156,6 +160,8 @@ class Relay:
                 return await self._plain(request, target, path, request_id, raw)
         self._check_strict(call.fields)
         turn = TurnRelay(self.control, self.desk, self.clock, request=request, target=target, call=call)
+        if self._normaliser is not None:
+            turn.normalised = self._normaliser.apply(call, speaker_in(call, request.headers).family)
         if call.n_finals == 1:
             return await turn.run(request_id, look_first=self.n_floating > 0)
         with self._floating():  # the engine chooses the slots of the further choices itself

@@ -52,7 +52,7 @@ ASK_RATE_S = 0.1
 
 
 class TurnRelay:
-    """Carries one request. Made per request, used once."""
+    """Carries one request. Made per request, used once. ``normalised``: what was pinned in it (``normalise``)."""
 
     def __init__(
         self,
@@ -73,6 +73,7 @@ class TurnRelay:
         self._sent = False
         self._status: int | None = None
         self._family: str | None = None
+        self.normalised: tuple[str, ...] = ()
         self._slot_id: SlotId | None = None
         self._left: list[Displaced] = []
         self._preparing: asyncio.Task[None] | None = None
@@ -87,6 +88,7 @@ class TurnRelay:
         usage = Usage()
         record = self._record = RequestRecord(request_id, call.path, call.dialect.name.lower(), now_s, call.stream)
         record.turn, record.told, record.usage = self._turn, self._receipt, usage
+        record.normalised = self.normalised
         self._control.requests.add(record)
         try:
             await self._decide(session)

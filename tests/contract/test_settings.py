@@ -30,6 +30,7 @@ TABLE = {
     "POLYKV_DEFAULT_TARGET_TPS": (None, "7.5", 7.5),
     "POLYKV_DEFAULT_MODE": (None, "enforced", "enforced"),
     "POLYKV_REWRITE_TOOL_CHOICE": (True, "off", False),
+    "POLYKV_NORMALISE": ((), "billing, date,billing", ("billing", "date")),
     "POLYKV_MAX_BODY_BYTES": (33554432, "2048", 2048),
 }
 

@@ -1,0 +1,133 @@
+"""Pins lines of system prompts that change by themselves, for those who asked for it (``POLYKV_NORMALISE``).
+
+Such a line stands in front of all the rest, so nothing behind it can be reused or shared, whoever sends it. Pinned, it
+reaches the engine as it was first seen:
+
+    billing  the first line of a system prompt that begins with ``x-anthropic-billing-header``: for good
+    date     lines like "Today's date is …" or "Current date: …" anywhere in a system prompt: until the day is over
+
+First seen is meant for those who belong together (``speakers``: the agents of a conversation, a ``prompt_cache_key``).
+All who name nobody belong together, and their dates only in texts that are the same but for these lines. The model is
+told what came first, not what the client wrote: that is why it is off unless somebody wants it. Only these lines are
+replaced, in place; every other byte of the body stays.
+"""
+
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator
+from datetime import date
+from typing import Any
+
+import orjson
+import xxhash
+
+from polykv_proxy.relay.dialects import Call
+from polykv_proxy.relay.json_bytes import value_at
+
+BILLING, DATE = "billing", "date"
+MAX_PINS = 4096
+_BILLING = re.compile(r"x-anthropic-billing-header[^\n]*")
+_DATE = re.compile(
+    r"^(?P<label>[ \t]*(?:[-*#>]+[ \t]*)?"
+    r"(?:(?:today['\u2019]s|(?:the[ \t]+)?current)[ \t]+(?:date(?:[ \t]*(?:and|&|/)[ \t]*time)?|time)|today)"
+    r"(?:[ \t]*:|[ \t]+is\b:?))"
+    r"(?=[^\n]*(?:\d{4}|\d{1,2}[:./-]\d{1,2}))[^\n]{1,80}$",
+    re.IGNORECASE | re.MULTILINE,
+)
+
+_Path = tuple[str | int, ...]
+
+
+class Normaliser:
+    """``kinds``: which lines. ``today``: the day that dates are pinned for."""
+
+    def __init__(self, kinds: Collection[str], today: Callable[[], date] = date.today):
+        self._kinds, self._today = frozenset(kinds), today
+        self._pins: OrderedDict[tuple[str, str, int], tuple[date | None, str]] = OrderedDict()
+
+    def apply(self, call: Call, family: str | None) -> tuple[str, ...]:
+        """Rewrite what the engine will get. Gives the kinds of lines that were replaced."""
+        changed: list[tuple[_Path, str]] = []
+        kinds: set[str] = set()
+        seen: dict[str, int] = {}
+        for n, (path, text) in enumerate(_system_texts(call.body)):
+            pinned = text
+            if BILLING in self._kinds and n == 0 and (line := _BILLING.match(text)) is not None:
+                pinned = self._pin(family, BILLING, 0, None, line.group()) + text[line.end() :]
+                kinds |= {BILLING} if pinned != text else set()
+            if DATE in self._kinds:
+                dated = self._pin_dates(family, pinned, seen)
+                kinds |= {DATE} if dated != pinned else set()
+                pinned = dated
+            if pinned != text:
+                changed.append((path, pinned))
+        if changed:
+            call.raw, call.body = _edited(call.raw, changed), _with(call.body, changed)
+        return tuple(sorted(kinds))
+
+    def _pin_dates(self, family: str | None, text: str, seen: dict[str, int]) -> str:
+        """``seen``: how often each label came up to here in this prompt."""
+
+        if _DATE.search(text) is None:
+            return text
+        around = "" if family is not None else f"{xxhash.xxh3_64_hexdigest(_DATE.sub('', text).encode())} "
+
+        def pinned(line: re.Match[str]) -> str:
+            label = line["label"]
+            n = seen[label] = seen.get(label, -1) + 1
+            return self._pin(family, around + label, n, self._today(), line.group())
+
+        return _DATE.sub(pinned, text)
+
+    def _pin(self, family: str | None, label: str, n: int, day: date | None, line: str) -> str:
+        key = (family or "", label, n)
+        known = self._pins.get(key)
+        if known is None or known[0] != day:
+            known = self._pins[key] = day, line
+        self._pins.move_to_end(key)
+        if len(self._pins) > MAX_PINS:
+            self._pins.popitem(last=False)
+        return known[1]
+
+
+def _system_texts(body: dict[str, Any]) -> Iterator[tuple[_Path, str]]:
+    """The texts of the system prompt, in their order, and where they are."""
+    for field in ("system", "instructions"):
+        yield from _texts((field,), body.get(field))
+    field = "input" if "input" in body else "messages"
+    messages = body.get(field)
+    for i, message in enumerate(messages if isinstance(messages, list) else ()):
+        if not isinstance(message, dict) or message.get("role") not in ("system", "developer"):
+            return
+        yield from _texts((field, i, "content"), message.get("content"))
+
+
+def _texts(path: _Path, content: Any) -> Iterator[tuple[_Path, str]]:
+    if isinstance(content, str):
+        yield path, content
+    elif isinstance(content, list):
+        for i, part in enumerate(content):
+            if isinstance(part, dict) and isinstance(part.get("text"), str):
+                yield (*path, i, "text"), part["text"]
+
+
+def _edited(raw: bytes, changed: list[tuple[_Path, str]]) -> bytes:
+    spans = [(*value_at(raw, path), orjson.dumps(text)) for path, text in changed]
+    for start, end, text in sorted(spans, reverse=True):
+        raw = raw[:start] + text + raw[end:]
+    return raw
+
+
+def _with(body: dict[str, Any], changed: list[tuple[_Path, str]]) -> dict[str, Any]:
+    """A copy with these texts; what is not on the way to them is shared."""
+    for path, text in changed:
+        body = _set(body, path, text)
+    return body
+
+
+def _set(value: Any, path: _Path, text: str) -> Any:
+    if not path:
+        return text
+    copied = value.copy()
+    copied[path[0]] = _set(value[path[0]], path[1:], text)
+    return copied
