@@ -22,6 +22,7 @@ from polykv_proxy.relay.connection import AppRunner, Handler, ShortWay
 from polykv_proxy.relay.doors import Door, door_of, shows_prompts, target_of
 from polykv_proxy.relay.pump import check_framing, refuse, request_id_of
 from polykv_proxy.relay.relay import Relay
+from polykv_proxy.routes.answers import REQUEST_ID
 from polykv_proxy.routes.guard import Guard
 
 log = logging.getLogger("polykv.app")
@@ -51,6 +52,7 @@ def make_app(settings: Settings) -> web.Application:
             return await relay.handle(request, target, request_id)
         if door is Door.SHUT:
             return refuse(request, RouteNotFound("no such route"), None, request_id)
+        request[REQUEST_ID] = request_id
         try:
             response = await handler(request)
         except web.HTTPNotFound:
@@ -79,6 +81,7 @@ def make_app(settings: Settings) -> web.Application:
     app = web.Application(middlewares=[front], client_max_size=settings.max_body_bytes)
     app[CONTROL], app[RELAY], app[SHORT_WAY] = control, relay, short_way
     app.cleanup_ctx.append(_running)
+    app.on_shutdown.append(_end_streams)
     routes.add_routes(app, control)
     app.router.add_route("*", "/{engine:(?!polykv(?:/|$)).*}", _never_reached)
     return app
@@ -96,6 +99,11 @@ async def _running(app: web.Application) -> AsyncIterator[None]:
     finally:
         await app[RELAY].close()
         await app[CONTROL].stop()
+
+
+async def _end_streams(app: web.Application) -> None:
+    """Who reads rates would not go by itself."""
+    app[CONTROL].feed.ended.set()
 
 
 @contextlib.asynccontextmanager

@@ -109,6 +109,11 @@ class Turn:
     first_s: float | None = None
     slot_id: SlotId | None = None
     pool_id: PoolId | None = None
+    id_task: int | None = None
+    """The engine's task that its stats showed in the slot. The next three: what they told of it."""
+    n_decoded: int = 0
+    n_decoded_before: int = 0
+    ctx_used: int | None = None
 
     def sent(self, now_s: float, slot_id: SlotId | None, pool_id: PoolId | None = None) -> None:
         """The engine has it from here on. ``pool_id``: what it attaches to; the session moves when it is accepted."""
@@ -133,6 +138,8 @@ class SessionBook:
     """Of this start of the proxy: names made up by an earlier one must not come up again."""
     on_forgotten: Callable[[Session], None] = lambda _: None
     """Called with a session of which nothing is known any more, not even its name."""
+    running: dict[int, Turn] = field(default_factory=dict)
+    """Every turn under way, by its id."""
     _sessions: dict[SessionId, Session] = field(default_factory=dict)
     _marks: dict[Mark, list[SessionId]] = field(default_factory=lambda: defaultdict(list))
     _text_lengths: dict[int, int] = field(default_factory=lambda: defaultdict(int))
@@ -201,7 +208,7 @@ class SessionBook:
             self._rouse(session)
         self._n_turns += 1
         turn = Turn(self._n_turns, session, now_s)
-        session.turns[turn.turn_id] = turn
+        session.turns[turn.turn_id] = self.running[turn.turn_id] = turn
         session.n_turns += 1
         session.last_s = now_s
         self._forget_mark(session)
@@ -212,14 +219,17 @@ class SessionBook:
         session = turn.session
         if session.turns.pop(turn.turn_id, None) is None:
             return
+        del self.running[turn.turn_id]
         session.last_s = now_s
         if turn.sent_s is not None:
             session.held_n_tokens, session.held_s = usage.ctx_used, now_s
         if usage.ctx_used is not None:
             session.ctx_used = usage.ctx_used
+        elif turn.ctx_used is not None:
+            session.ctx_used = turn.ctx_used  # the reply broke off, or did not say it
         if usage.tps is not None:
             session.tps = usage.tps
-        session.n_decoded += usage.predicted_n or 0
+        session.n_decoded += usage.predicted_n if usage.predicted_n is not None else turn.n_decoded
         if self._sessions.get(session.session_id) is not session:
             return  # dropped meanwhile
         if said is not None:

@@ -8,7 +8,7 @@ import sys
 
 import typer
 
-from polykv_proxy.cli import demo, doctor, engine, explain, match, model, pools, serve, sessions, up
+from polykv_proxy.cli import demo, doctor, engine, explain, match, model, pools, serve, sessions, tps, up
 
 app = typer.Typer(
     name="polykvctl",
@@ -23,6 +23,7 @@ app.command("serve")(serve.serve)
 app.command("match")(match.match)
 app.command("explain")(explain.explain)
 app.command("doctor")(doctor.doctor)
+app.command("tps")(tps.tps)
 app.add_typer(pools.app, name="pools")
 app.add_typer(sessions.app, name="sessions")
 app.add_typer(engine.app, name="engine")

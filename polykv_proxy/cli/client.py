@@ -4,7 +4,9 @@ Exit status: 1 the server answered an error, 2 the URL or key cannot be used, 3 
 """
 
 import ipaddress
+import json
 import re
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, ClassVar, Self
 from urllib.parse import quote
@@ -81,6 +83,19 @@ class ControlClient:
     def delete(self, path: str) -> Any:
         return self._ask("DELETE", path)
 
+    def events(self, path: str) -> Iterator[Any]:
+        """What the events of a stream say, until it ends."""
+        try:
+            with self._http.stream("GET", path, headers={"accept": "text/event-stream"}) as answer:
+                if not answer.is_success or not answer.headers.get("content-type", "").startswith("text/event-stream"):
+                    answer.read()
+                    raise self._refused(answer)
+                for line in answer.iter_lines():
+                    if line.startswith("data:"):
+                        yield json.loads(line.removeprefix("data:"))
+        except httpx.TransportError as error:
+            raise Unreachable(_not_reached(self.url, error)) from None
+
     def _ask(self, verb: str, path: str, body: Any = None) -> Any:
         try:
             answer = self._http.request(verb, path, json=body)
@@ -88,19 +103,27 @@ class ControlClient:
             raise Unreachable(_not_reached(self.url, error)) from None
         except httpx.DecodingError as error:
             raise ServerRefused(f"{self.url} sent an answer that cannot be read: {error}", status=0) from None
-        try:
-            parsed = answer.json()
-        except ValueError:
-            parsed = None
+        parsed = _parsed(answer)
         if answer.is_success and parsed is not None:
             return parsed
+        raise self._refused(answer)
+
+    def _refused(self, answer: httpx.Response) -> ServerRefused:
+        parsed = _parsed(answer)
         line = _no_proxy(self.url) if _is_llama_server(answer, parsed) else _complaint(answer, parsed)
-        raise ServerRefused(line, status=answer.status_code, body=parsed)
+        return ServerRefused(line, status=answer.status_code, body=parsed)
 
 
 def pool_path(ref: str, *more: str) -> str:
     """Build the path of one pool; a name is quoted, so it can not become another path."""
     return "/".join(["/polykv/pools", quote(ref, safe=""), *more])
+
+
+def _parsed(answer: httpx.Response) -> Any:
+    try:
+        return answer.json()
+    except ValueError:
+        return None
 
 
 def _not_reached(url: str, error: httpx.TransportError) -> str:

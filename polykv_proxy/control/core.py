@@ -29,6 +29,8 @@ from polykv_proxy.control.orders import AttachPlan, AttachRequest, CreatePool, F
 from polykv_proxy.control.parking import Parking
 from polykv_proxy.control.permission import Permission
 from polykv_proxy.control.prefixes import Prefixes
+from polykv_proxy.control.rate_feed import RateFeed
+from polykv_proxy.control.rates import Rates
 from polykv_proxy.control.readings import Readings, take_readings
 from polykv_proxy.control.receipts import RequestLog
 from polykv_proxy.control.residency import Residency
@@ -180,6 +182,7 @@ class Control:
             clock=clock,
             unix_offset_s=unix_offset_s,
         )
+        self.rates = Rates(self.sessions, self.watch, clock, window_ms=settings.tps_window_ms)
         self.views = Views(
             self.tree,
             self.sessions,
@@ -193,7 +196,9 @@ class Control:
             saved=self.saved,
             taken_by=lambda: self.lease.taken_by,
             tier=self.tier,
+            rates=self.rates,
         )
+        self.feed = RateFeed(self.watch, self.rates, self.views, clock, unix_offset_s)
         self.permission = Permission(
             engine=self.engine,
             watch=self.watch,
@@ -282,6 +287,7 @@ class Control:
             log.warning("the engine is there but not usable yet: %s", e.message)
 
     async def stop(self) -> None:
+        await self.feed.stop()
         await self.parking.leave()
         for task in self._working:
             task.cancel()
@@ -463,6 +469,7 @@ class Control:
             self.deliver_grants(grants)
 
     async def _beat(self) -> None:
+        self.rates.note()
         closed = self.sessions.sweep(self.clock())
         self.slots.forget(closed)
         in_use = self.room.in_use()

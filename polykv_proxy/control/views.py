@@ -12,6 +12,7 @@ from typing import Any
 import orjson
 
 from polykv_proxy.control.ledger import Ledger
+from polykv_proxy.control.rates import Rates
 from polykv_proxy.control.saved_books import Content, SavedBooks, session_tag, state_content
 from polykv_proxy.control.tier import Tier, TierFacts
 from polykv_proxy.control.watch import EngineWatch
@@ -61,11 +62,13 @@ class Views:
         saved: SavedBooks,
         taken_by: Callable[[], str | None],
         tier: Tier,
+        rates: Rates,
     ):
         self._tree, self._sessions, self._watch, self._clock = tree, sessions, watch, clock
         self._journal, self._unix_offset_s = journal, unix_offset_s
         self._ledger, self._in_use, self._grace_end_s, self._taken_by = ledger, in_use, grace_end_s, taken_by
         self._saved, self._tier = saved, tier
+        self._rates = rates
 
     def pools(self, ref: int | str | None = None) -> dict[str, Any]:
         """The tree, or one subtree.
@@ -150,6 +153,7 @@ class Views:
 
     def sessions(self) -> dict[str, Any]:
         self._ledger.sync()
+        self._rates.note()
         return {"sessions": [self._session(session) for session in self._sessions if not session.closed]}
 
     def session(self, session_id: SessionId) -> dict[str, Any]:
@@ -161,7 +165,32 @@ class Views:
         if session is None:
             raise SessionNotFound(f"no session {str(session_id)[:64]!r}")
         self._ledger.sync()
+        self._rates.note()
         return self._session(session)
+
+    def rates(self) -> list[dict[str, Any]]:
+        """What the open sessions decode. Of one that runs, what is not known now is None."""
+        self._rates.note()
+        return [
+            {
+                "session_id": session.session_id,
+                "pool_id": session.running_in,
+                "tps_ewma": self._rates.tps_of(session),
+                "n_decoded": self._rates.n_decoded_of(session),
+                "ttft_ms": session.ttft_ms,
+                "state": _state(session, self._n_saved(session)),
+                **self.context_of(session),
+            }
+            for session in self._sessions
+            if not session.closed
+        ]
+
+    def context_of(self, session: Session) -> dict[str, int | None]:
+        """How much of its slot's context a session uses, also while it runs."""
+        total = self._watch.stats.n_ctx_slot if self._watch.stats is not None else None
+        used = self._rates.ctx_used_of(session)
+        left = max(0, total - used) if total is not None and used is not None else None
+        return {"ctx_used": used, "ctx_total": total, "ctx_headroom_tokens": left}
 
     def streams(self) -> dict[str, int | None]:
         """The streams of a split cache: one per slot and pool sequence, and two that the engine keeps for itself.
@@ -210,6 +239,7 @@ class Views:
     def session_facts(self) -> list[SessionFacts]:
         """What every open session holds, by the ledger of its slot."""
         self._ledger.sync()
+        self._rates.note()
         facts = []
         for session in self._sessions:
             if session.closed:
@@ -222,9 +252,9 @@ class Views:
                     pool_id=session.running_in,
                     pool_n_tokens=of_pools,
                     suffix_n_tokens=own,
-                    tps_ewma=self._tps(session, slot),
+                    tps_ewma=self._rates.tps_of(session),
                     ttft_ms=session.ttft_ms,
-                    state=_state(session, slot, n_saved),
+                    state=_state(session, n_saved),
                     warm_bytes=n_saved,
                 )
             )
@@ -255,14 +285,8 @@ class Views:
         state = self._saved.find(session_tag(session.session_id))
         return state.n_bytes if state is not None else 0
 
-    def _tps(self, session: Session, slot: SlotStats | None) -> float | None:
-        live = slot.tps_ewma if slot is not None and session.turns else None
-        return live or session.tps
-
     def _session(self, session: Session) -> dict[str, Any]:
         slot, n_saved = self._slot_of(session), self._n_saved(session)
-        total = self._watch.stats.n_ctx_slot if self._watch.stats is not None else None
-        used = session.ctx_used
         holds = self._ledger.holds(SlotId(slot.id)) if slot is not None else None
         return {
             "session_id": session.session_id,
@@ -270,30 +294,23 @@ class Views:
             "parent_session_id": session.parent,
             "pool_id": session.running_in,
             "slot_id": session.slot_id,
-            "state": _state(session, slot, n_saved),
+            "state": _state(session, n_saved),
             "parked": n_saved > 0 and session.slot_id is None,
             "n_turns": session.n_turns,
             "n_running": len(session.turns),
-            "n_decoded": session.n_decoded,
+            "n_decoded": self._rates.n_decoded_of(session),
             "prefix_n_tokens": holds[0] if holds is not None else None,
             "suffix_n_tokens": holds[1] if holds is not None else None,
             "marginal_kv_bytes": self.kv_bytes(holds[1]) if holds is not None else None,
             "warm_bytes": n_saved,
-            "tps_ewma": self._tps(session, slot),
+            "tps_ewma": self._rates.tps_of(session),
             "ttft_ms": session.ttft_ms,
-            "ctx_used": used,
-            "ctx_total": total,
-            "ctx_headroom_tokens": max(0, total - used) if total is not None and used is not None else None,
+            **self.context_of(session),
             "last_access_ts": session.last_s + self._unix_offset_s,
         }
 
 
-def _state(session: Session, slot: SlotStats | None, n_saved: int) -> str:
-    """A reply in one piece does not tell when its prompt is done: the engine does.
-
-    Nobody's turn, no slot, and what it said is kept outside the cache: it is parked.
-    """
+def _state(session: Session, n_saved: int) -> str:
+    """Nobody's turn, no slot, and what it said is kept outside the cache: it is parked."""
     state = session.state
-    if state == "prefilling" and slot is not None and slot.state == "generating":
-        return "decoding"
     return "parked" if state == "idle" and session.slot_id is None and n_saved else state

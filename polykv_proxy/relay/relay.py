@@ -114,6 +114,7 @@ class Relay:
     def drain(self) -> None:
         """New work and everybody in line is refused; what runs goes on."""
         self.draining = self.control.draining = True
+        self.control.feed.ended.set()
         error = Draining("the proxy is shutting down")
         self.desk.dismiss(error)
         self.control.room.dismiss(error)

@@ -2,6 +2,7 @@
 
 pools     create, fork, show, release
 match     what a request would get
+tps       tokens per second, once or as a stream
 sessions  who is attached where
 requests  receipts of the last requests
 doctor    what is wrong with the set-up
@@ -22,6 +23,7 @@ from polykv_proxy.routes.openapi import openapi_routes
 from polykv_proxy.routes.pools import pool_routes
 from polykv_proxy.routes.requests import request_routes
 from polykv_proxy.routes.sessions import session_routes
+from polykv_proxy.routes.tps import tps_routes
 
 
 def add_routes(app: web.Application, control: Control) -> None:
@@ -32,6 +34,7 @@ def add_routes(app: web.Application, control: Control) -> None:
             *match_routes(control),
             *session_routes(control),
             *request_routes(control),
+            *tps_routes(control),
             *health_routes(control),
             *openapi_routes(),
         ]

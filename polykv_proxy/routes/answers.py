@@ -24,6 +24,9 @@ _TYPES = {
     507: "capacity_error",
 }
 
+REQUEST_ID = web.RequestKey("polykv_request_id", str)
+"""What a reply that is not sent in one piece says about its request."""
+
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 

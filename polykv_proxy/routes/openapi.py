@@ -23,6 +23,7 @@ from polykv_proxy.routes import shapes
 from polykv_proxy.routes.answers import answering, json_answer
 from polykv_proxy.routes.body import CreateBody, ForkBody, MatchBody
 from polykv_proxy.routes.requests import DEFAULT_LAST
+from polykv_proxy.routes.tps import INTERVAL_MAX_MS, INTERVAL_MIN_MS, INTERVAL_MS
 
 PATH = "/polykv/openapi.json"
 _REFS = "#/components/schemas/{model}"
@@ -74,6 +75,8 @@ class Operation:
     query: Mapping[str, tuple[dict[str, Any], str]] | None = None
     raises: Errors = ()
     location: bool = False
+    streams: str | None = None
+    """What is in an event's data, of an answer that also comes as a stream of events."""
 
 
 _FLAG = {"type": "string", "enum": ["true", "false", "1", "0", ""]}
@@ -151,6 +154,19 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
             ),
             "request_id": ({"type": "string"}, "Only those with this id."),
         },
+    ),
+    ("GET", "/polykv/tps"): Operation(
+        summary="Say how many tokens per second are decoded now, once or as a stream of events",
+        answer=shapes.Rates,
+        query={
+            "stream": (_FLAG, "A stream of events; without it `Accept: text/event-stream` asks for one."),
+            "interval_ms": (
+                {"type": "integer", "minimum": INTERVAL_MIN_MS, "maximum": INTERVAL_MAX_MS, "default": INTERVAL_MS},
+                "Time between two events.",
+            ),
+        },
+        raises=(errors.Draining,),
+        streams="One line `data: …` per tick, each with the same object as the answer in JSON.",
     ),
     ("GET", "/polykv/health"): Operation(summary="Say whether new work is served", answer=shapes.Health, also=(503,)),
     ("GET", "/polykv/doctor"): Operation(
@@ -250,6 +266,11 @@ def _operation(verb: str, path: str, operation: Operation, models: _Models) -> d
         str(status): {"description": operation.answer.__doc__ or "", "content": answer}
         for status in (operation.status, *operation.also)
     }
+    if operation.streams is not None:
+        shape = {"contentMediaType": "application/json", "contentSchema": models.ref(operation.answer, "serialization")}
+        data = {"type": "string", "description": operation.streams, **shape}
+        events = {"schema": {"type": "object", "required": ["data"], "properties": {"data": data}}}
+        answers[str(operation.status)]["content"] = answer | {"text/event-stream": events}
     if operation.location:
         answers[str(operation.status)]["headers"] = {
             "Location": {"required": True, "schema": {"type": "string"}, "description": "The pool's own path."}

@@ -291,7 +291,8 @@ class SessionShown(_Shape):
     """Its conversation is saved outside the cache, and it has no slot. While nothing of it runs that is its state."""
     n_turns: Count
     n_running: Count
-    n_decoded: Count
+    n_decoded: Count | None
+    """What runs included; null while it cannot be known."""
     prefix_n_tokens: Count | None
     """Tokens in its slot that are pools'."""
     suffix_n_tokens: Count | None
@@ -312,6 +313,37 @@ class SessionsShown(_Shape):
     """All that are open."""
 
     sessions: list[SessionShown]
+
+
+class SessionRate(_Shape):
+    """What a session decodes."""
+
+    session_id: str
+    pool_id: int | None
+    tps_ewma: Annotated[float, Field(ge=0)] | None
+    """Tokens per second of its own turn now, or when it last decoded; null: none was measured yet, or it runs and
+    the engine does not say."""
+    n_decoded: Count | None
+    ttft_ms: float | None
+    state: SessionState
+    ctx_used: Count | None
+    ctx_total: Count | None
+    ctx_headroom_tokens: Count | None
+
+
+class Rates(_Shape):
+    """Tokens per second of now; prefill does not count. null: it is not known what the engine does now."""
+
+    ts: float
+    aggregate_tps: Annotated[float, Field(ge=0)] | None
+    """Of the whole engine."""
+    mean_active_tps: Annotated[float, Field(ge=0)] | None
+    """Over the ``n_active`` sessions; null also when there are none."""
+    n_active: Count | None
+    """Sessions that decode now and have a rate."""
+    n_warming: Count | None
+    """Sessions at the engine that have had no rate yet."""
+    sessions: list[SessionRate]
 
 
 class SessionDropped(_Shape):

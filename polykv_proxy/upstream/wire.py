@@ -41,6 +41,8 @@ class SlotStats(_Wire):
     n_cached: int = 0
     n_pool_shared: int = 0
     pool_seq: int = -1
+    n_decoded: int = 0
+    """By its present task."""
     n_decoded_cum: int = 0
     tps_ewma: float | None = None
 

@@ -92,8 +92,9 @@ class Hooks:
                 "n_cached": s.n_cached,
                 "n_pool_shared": s.n_pool_shared if self._is_attached(s) else 0,
                 "pool_seq": s.pool_seq if self._is_attached(s) else -1,
+                "n_decoded": s.n_decoded if s.state != "idle" else 0,
                 "n_decoded_cum": s.n_decoded_cum,
-                "tps_ewma": 0.0,
+                "tps_ewma": s.tps_ewma,
             }
             for s in e.slots
         ]
