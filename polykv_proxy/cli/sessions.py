@@ -41,7 +41,10 @@ def every_session(
         view = control.get("/polykv/sessions")
         if as_json:
             echo_json(view)
-        elif view["sessions"]:
+            return
+        if view.get("hooks") is False:
+            typer.echo("note: a llama-server without PolyKV hooks, so there are no pools (see: doctor)", err=True)
+        if view["sessions"]:
             show(_table(view["sessions"]))
         else:
             show("No sessions.")

@@ -28,6 +28,7 @@ from polykv_proxy.control.leaving import IdlePools
 from polykv_proxy.control.orders import AttachPlan, AttachRequest, CreatePool, ForkPool, Outcome
 from polykv_proxy.control.parking import Parking
 from polykv_proxy.control.permission import Permission
+from polykv_proxy.control.plain import PlainEngine
 from polykv_proxy.control.prefixes import Prefixes
 from polykv_proxy.control.rate_feed import RateFeed
 from polykv_proxy.control.rates import Rates
@@ -52,6 +53,7 @@ from polykv_proxy.tree.pool import Pool
 from polykv_proxy.tree.prefix import Tokens
 from polykv_proxy.tree.tree import PoolTree
 from polykv_proxy.upstream import EngineClient, Stats
+from polykv_proxy.upstream.plain import PlainProps
 
 log = logging.getLogger("polykv.control")
 
@@ -89,11 +91,12 @@ class Control:
             self.engine,
             on_restart=self._engine_restarted,
             on_lost=self._engine_lost,
-            on_plain=self._resize_slots,
+            on_plain=self._plain_found,
             beat=self._beat,
             report=lambda: boot_lines(self._facts()),
             heartbeat_s=heartbeat_s,
         )
+        self.plain = PlainEngine(self.engine, self.sessions, clock)
         self.room = Room(tree=self.tree, sessions=self.sessions, slots=self.slots, watch=self.watch, clock=clock)
         self.retention = self.room.retention = Retention(
             tree=self.tree,
@@ -196,6 +199,7 @@ class Control:
             saved=self.saved,
             taken_by=lambda: self.lease.taken_by,
             tier=self.tier,
+            plain=self.plain,
             rates=self.rates,
         )
         self.feed = RateFeed(self.watch, self.rates, self.views, clock, unix_offset_s)
@@ -267,6 +271,8 @@ class Control:
     @property
     def ctx_total(self) -> int | None:
         """The context of one slot, in tokens."""
+        if self.plain.props is not None:
+            return self.plain.props.n_ctx
         return self.watch.stats.n_ctx_slot if self.watch.stats is not None else None
 
     async def start(self) -> None:
@@ -299,6 +305,7 @@ class Control:
         await self.parking.stop()
         await self.saved.stop()
         await self.watch.stop()
+        await self.plain.stop()
         await self.idle_pools.stop()
         await self.restorer.stop()
         await self.attach.stop()
@@ -326,6 +333,7 @@ class Control:
         return collect_facts(
             settings=self.settings,
             watch=self.watch,
+            plain=self.plain,
             lease=self.lease,
             tree=self.tree,
             sessions=self.sessions,
@@ -417,6 +425,7 @@ class Control:
         if session is None:
             raise SessionNotFound(f"no session {str(session_id)[:64]!r}")
         self.slots.forget([session_id])
+        self.plain.forget([session_id])
         self.divergences.forget(session_id)
         return {"session_id": session_id, "detached_from": session.pool_id, "n_running": len(session.turns)}
 
@@ -447,6 +456,7 @@ class Control:
 
     def _engine_restarted(self, stats: Stats) -> None:
         self._engine_lost()
+        self.plain.found(None)
         if self._knew_engine:
             self.lease.forgotten()
         else:
@@ -454,6 +464,11 @@ class Control:
             self._knew_engine = True
         self.restorer.engine_started(stats)
         self._resize_slots(stats.n_slots)
+
+    def _plain_found(self, props: PlainProps) -> None:
+        self.sessions.engine_restarted()
+        self.plain.found(props)
+        self._resize_slots(props.n_slots)
 
     def _engine_lost(self) -> None:
         self.residency.drop_all()
@@ -472,6 +487,10 @@ class Control:
         self.rates.note()
         closed = self.sessions.sweep(self.clock())
         self.slots.forget(closed)
+        if not self.watch.hooks:
+            self.plain.forget(closed)
+            await self.plain.beat()
+            return
         in_use = self.room.in_use()
         self.retention.touch(in_use)
         for pool_id in in_use:

@@ -10,6 +10,7 @@ from typing import Any
 
 from polykv_proxy.config import MEMORY_STATE, Settings
 from polykv_proxy.control.lease import Lease
+from polykv_proxy.control.plain import PlainEngine
 from polykv_proxy.control.room import Room
 from polykv_proxy.control.saved import SavedStates
 from polykv_proxy.control.watch import EngineWatch
@@ -30,6 +31,7 @@ def collect_facts(
     *,
     settings: Settings,
     watch: EngineWatch,
+    plain: PlainEngine,
     lease: Lease,
     tree: PoolTree,
     sessions: SessionBook,
@@ -62,6 +64,7 @@ def collect_facts(
         hooks=watch.hooks,
         owner=lease.taken_by if answers else None,
         sleeping=watch.sleeping,
+        pins_off=plain.pins_off,
         share=stats.share if known else None,
         n_swa=stats.swa.n_swa if stats.swa is not None else None,
         swa_full=stats.swa.full if stats.swa is not None else None,

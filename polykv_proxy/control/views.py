@@ -12,6 +12,7 @@ from typing import Any
 import orjson
 
 from polykv_proxy.control.ledger import Ledger
+from polykv_proxy.control.plain import PlainEngine
 from polykv_proxy.control.rates import Rates
 from polykv_proxy.control.saved_books import Content, SavedBooks, session_tag, state_content
 from polykv_proxy.control.tier import Tier, TierFacts
@@ -62,13 +63,13 @@ class Views:
         saved: SavedBooks,
         taken_by: Callable[[], str | None],
         tier: Tier,
+        plain: PlainEngine,
         rates: Rates,
     ):
         self._tree, self._sessions, self._watch, self._clock = tree, sessions, watch, clock
         self._journal, self._unix_offset_s = journal, unix_offset_s
         self._ledger, self._in_use, self._grace_end_s, self._taken_by = ledger, in_use, grace_end_s, taken_by
-        self._saved, self._tier = saved, tier
-        self._rates = rates
+        self._saved, self._tier, self._plain, self._rates = saved, tier, plain, rates
 
     def pools(self, ref: int | str | None = None) -> dict[str, Any]:
         """The tree, or one subtree.
@@ -154,7 +155,8 @@ class Views:
     def sessions(self) -> dict[str, Any]:
         self._ledger.sync()
         self._rates.note()
-        return {"sessions": [self._session(session) for session in self._sessions if not session.closed]}
+        sessions = [self._session(session) for session in self._sessions if not session.closed]
+        return {"sessions": sessions} | ({"hooks": False} if self._watch.hooks is False else {})
 
     def session(self, session_id: SessionId) -> dict[str, Any]:
         """One session.
@@ -175,10 +177,10 @@ class Views:
             {
                 "session_id": session.session_id,
                 "pool_id": session.running_in,
-                "tps_ewma": self._rates.tps_of(session),
-                "n_decoded": self._rates.n_decoded_of(session),
+                "tps_ewma": self._tps(session),
+                "n_decoded": self._n_decoded(session),
                 "ttft_ms": session.ttft_ms,
-                "state": _state(session, self._n_saved(session)),
+                "state": _state(session, self._plain.slot_of(session), self._n_saved(session)),
                 **self.context_of(session),
             }
             for session in self._sessions
@@ -187,8 +189,9 @@ class Views:
 
     def context_of(self, session: Session) -> dict[str, int | None]:
         """How much of its slot's context a session uses, also while it runs."""
-        total = self._watch.stats.n_ctx_slot if self._watch.stats is not None else None
-        used = self._rates.ctx_used_of(session)
+        stats, plain = self._watch.stats, self._plain.props
+        total = plain.n_ctx if plain is not None else stats.n_ctx_slot if stats is not None else None
+        used = session.ctx_used if plain is not None else self._rates.ctx_used_of(session)
         left = max(0, total - used) if total is not None and used is not None else None
         return {"ctx_used": used, "ctx_total": total, "ctx_headroom_tokens": left}
 
@@ -245,16 +248,16 @@ class Views:
             if session.closed:
                 continue
             slot, n_saved = self._slot_of(session), self._n_saved(session)
-            of_pools, own = self._ledger.holds(SlotId(slot.id)) if slot is not None else (0, 0)
+            of_pools, own = self._holds(slot) or (0, 0)
             facts.append(
                 SessionFacts(
                     session_id=session.session_id,
                     pool_id=session.running_in,
                     pool_n_tokens=of_pools,
                     suffix_n_tokens=own,
-                    tps_ewma=self._rates.tps_of(session),
+                    tps_ewma=self._tps(session),
                     ttft_ms=session.ttft_ms,
-                    state=_state(session, n_saved),
+                    state=_state(session, self._plain.slot_of(session), n_saved),
                     warm_bytes=n_saved,
                 )
             )
@@ -276,41 +279,66 @@ class Views:
 
     def _slot_of(self, session: Session) -> SlotStats | None:
         stats = self._watch.stats
+        if self._plain.props is not None:
+            return self._plain.slot_of(session)
         if stats is None or session.slot_id is None:
             return None
         return next((slot for slot in stats.slots if slot.id == session.slot_id), None)
+
+    def _holds(self, slot: SlotStats | None) -> tuple[int, int] | None:
+        """(tokens that are pools', tokens of its own); only an engine with hooks tells."""
+        if slot is None or self._plain.props is not None:
+            return None
+        return self._ledger.holds(SlotId(slot.id))
 
     def _n_saved(self, session: Session) -> int:
         """Bytes of what the engine keeps of a session outside the cache."""
         state = self._saved.find(session_tag(session.session_id))
         return state.n_bytes if state is not None else 0
 
+    def _tps(self, session: Session) -> float | None:
+        if self._plain.props is None:
+            return self._rates.tps_of(session)
+        slot = self._plain.slot_of(session)
+        return (slot.tps_ewma if slot is not None else None) or session.tps
+
+    def _n_decoded(self, session: Session) -> int | None:
+        if self._plain.props is None:
+            return self._rates.n_decoded_of(session)
+        slot = self._plain.slot_of(session)
+        return session.n_decoded + slot.n_decoded_cum if slot is not None else session.n_decoded
+
     def _session(self, session: Session) -> dict[str, Any]:
         slot, n_saved = self._slot_of(session), self._n_saved(session)
-        holds = self._ledger.holds(SlotId(slot.id)) if slot is not None else None
+        holds = self._holds(slot)
         return {
             "session_id": session.session_id,
             "named": session.named,
             "parent_session_id": session.parent,
             "pool_id": session.running_in,
             "slot_id": session.slot_id,
-            "state": _state(session, n_saved),
+            "state": _state(session, self._plain.slot_of(session), n_saved),
             "parked": n_saved > 0 and session.slot_id is None,
             "n_turns": session.n_turns,
             "n_running": len(session.turns),
-            "n_decoded": self._rates.n_decoded_of(session),
+            "n_decoded": self._n_decoded(session),
             "prefix_n_tokens": holds[0] if holds is not None else None,
             "suffix_n_tokens": holds[1] if holds is not None else None,
             "marginal_kv_bytes": self.kv_bytes(holds[1]) if holds is not None else None,
             "warm_bytes": n_saved,
-            "tps_ewma": self._rates.tps_of(session),
+            "tps_ewma": self._tps(session),
             "ttft_ms": session.ttft_ms,
             **self.context_of(session),
             "last_access_ts": session.last_s + self._unix_offset_s,
         }
 
 
-def _state(session: Session, n_saved: int) -> str:
-    """Nobody's turn, no slot, and what it said is kept outside the cache: it is parked."""
+def _state(session: Session, plain: SlotStats | None, n_saved: int) -> str:
+    """``plain``: where it runs in an engine without hooks, which tells when its prompt is done; others told the rates.
+
+    Nobody's turn, no slot, and what it said is kept outside the cache: it is parked.
+    """
     state = session.state
+    if state == "prefilling" and plain is not None and plain.state == "generating":
+        return "decoding"
     return "parked" if state == "idle" and session.slot_id is None and n_saved else state

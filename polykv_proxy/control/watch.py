@@ -22,6 +22,7 @@ from polykv_proxy.errors import (
     UpstreamUnavailable,
 )
 from polykv_proxy.upstream import EngineClient, Stats
+from polykv_proxy.upstream.plain import PlainProps
 
 log = logging.getLogger("polykv.engine")
 
@@ -33,11 +34,11 @@ ASLEEP, AWAY, PLAIN = "(asleep)", "(away)", "(plain)"
 
 
 class EngineWatch:
-    """``on_restart(stats)``: a new epoch was seen. ``on_plain(n_slots)``: an engine without hooks was seen.
+    """``on_restart(stats)``: a new epoch was seen. ``on_plain(props)``: an engine without hooks was seen.
     ``on_lost()``: it went to sleep, and its context with it; the next order wakes it up to a new epoch.
     All three can be told the same again.
 
-    ``beat``: called once per heartbeat while the engine is patched and ready. ``report``: level and line for the log,
+    ``beat``: called once per heartbeat while the engine is ready. ``report``: level and line for the log,
     asked when an engine was found.
     """
 
@@ -47,7 +48,7 @@ class EngineWatch:
         *,
         on_restart: Callable[[Stats], None],
         on_lost: Callable[[], None],
-        on_plain: Callable[[int], None],
+        on_plain: Callable[[PlainProps], None],
         beat: Callable[[], Awaitable[None]],
         report: Callable[[], list[tuple[int, str]]],
         heartbeat_s: float = HEARTBEAT_S,
@@ -67,6 +68,7 @@ class EngineWatch:
         self._report = report
         self._taken_in: str | None = None
         """What everybody who keeps books has been told last: an epoch, or one of the three above. None: nothing yet."""
+        self._plain: PlainProps | None = None
         self._bug: str | None = None
         self._told: tuple[State, bool | None, str | None] = ("unknown", None, None)
         self._reported: list[tuple[int, str]] = []
@@ -125,7 +127,7 @@ class EngineWatch:
             await asyncio.sleep(self._heartbeat_s)
             try:
                 await self._try_refresh()
-                if self.state == "ready" and self.hooks:
+                if self.state == "ready":
                     await self._beat()
             except PolyKVError as e:
                 log.warning("heartbeat: %s", e.message)
@@ -177,17 +179,17 @@ class EngineWatch:
         return stats
 
     async def _ask_plain(self) -> None:
-        """A llama-server without hooks: only its slots are known."""
+        """A llama-server without hooks. Another start of it shows by what it makes up then, or by its absence."""
         try:
-            props = await self.engine.props()
+            props = PlainProps.read(await self.engine.props())
         except PolyKVError as e:
             self._failed(e)
             raise
-        new = self._taken_in != PLAIN or self.state != "ready"
-        self.hooks, self.state, self.stats, self.epoch = False, "ready", None, None
+        new = self._taken_in != PLAIN or self.state != "ready" or props != self._plain
+        self.hooks, self.state, self.stats, self.epoch, self.sleeping = False, "ready", None, None, props.sleeping
         if new:
-            n_slots = props.get("total_slots")
-            self._take_in(PLAIN, lambda: self._on_plain(n_slots if isinstance(n_slots, int) else 1))
+            self._take_in(PLAIN, lambda: self._on_plain(props))
+            self._plain = props
 
     def _take_in(self, what: str, tell: Callable[[], None]) -> None:
         """Tell everybody who keeps books. Half done is not done: then nothing is known, and all are told again.

@@ -24,7 +24,7 @@ ALWAYS: list[Check] = [
 
 WITHOUT_ENGINE: list[Check] = [layout.engine_unreachable]
 
-WITHOUT_HOOKS: list[Check] = [layout.engine_without_pools]
+WITHOUT_HOOKS: list[Check] = [layout.engine_without_pools, layout.sessions_not_pinned]
 
 OF_ENGINE: list[Check] = [
     layout.not_owner,

@@ -22,10 +22,15 @@ class EngineFlagFacts:
     has_media: bool | None = None
 
 
+PinsOff = Literal["router", "one_slot", "hidden", "emptied"]
+"""Several models with slots of their own; one slot; slots are not shown; slots at rest are emptied."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
     """``engine``: as the proxy sees it. ``share``: ``ok``, or why the engine refuses pools.
 
+    ``pins_off``: of an engine without hooks: why sessions keep no slots; None = they do.
     ``owner``: another proxy that manages the engine's pools. ``n_idle_pools``, ``n_idle_cells``: resident pools that
     nobody uses, and their cells.
     ``hosts``: where the proxy listens. ``journal``: off = pools are forgotten when the proxy ends.
@@ -43,6 +48,7 @@ class Facts:
     hooks: bool | None = None
     owner: str | None = None
     sleeping: bool = False
+    pins_off: PinsOff | None = None
     share: str | None = None
     n_swa: int | None = None
     swa_full: bool | None = None

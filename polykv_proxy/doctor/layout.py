@@ -1,7 +1,7 @@
 """The engine itself: whether it is there, can share, and how its cache is laid out."""
 
-from polykv_proxy.doctor.facts import Facts
-from polykv_proxy.doctor.finding import Finding
+from polykv_proxy.doctor.facts import Facts, PinsOff
+from polykv_proxy.doctor.finding import Finding, Severity
 
 SMALL_CONTEXT = 4096
 """Tokens of a slot. A coding agent's tools and system prompt alone are about as long."""
@@ -32,8 +32,33 @@ def engine_without_pools(facts: Facts) -> Finding | None:
         "engine_without_pools",
         "error",
         "the engine is a llama-server without PolyKV hooks, or pools are off",
-        "everything is relayed, nothing is shared; creating a pool is a 501",
-        "`polykvctl engine build` makes one with hooks; start it with --polykv-max-pools N",
+        "requests are relayed and sessions keep their slots at best; nothing is shared, creating a pool is a 501",
+        "`polykvctl engine build` makes one with hooks; start it with --polykv-max-pools N, or use `polykvctl up`",
+    )
+
+
+_PINS_OFF: dict[PinsOff, tuple[Severity, str, str]] = {
+    "router": ("info", "it is in router mode, and every model has slots of its own", "put a proxy before one model"),
+    "one_slot": ("info", "it has one slot", "start it with --parallel N for as many sessions as talk at once"),
+    "hidden": ("warning", "it does not show which slots are in use", "start it without --no-slots"),
+    "emptied": (
+        "warning",
+        "it empties slots at rest (--cache-idle-slots, its default, with a unified cache)",
+        "start it with --no-cache-idle-slots",
+    ),
+}
+
+
+def sessions_not_pinned(facts: Facts) -> Finding | None:
+    if facts.pins_off is None:
+        return None
+    severity, reason, do = _PINS_OFF[facts.pins_off]
+    return Finding(
+        "sessions_not_pinned",
+        severity,
+        f"sessions keep no slots of this llama-server: {reason}",
+        "it chooses slots by itself, and what one session said may give way to another that begins alike",
+        do,
     )
 
 

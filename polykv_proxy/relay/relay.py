@@ -14,7 +14,15 @@ from aiohttp import web
 
 from polykv_proxy.control import Control
 from polykv_proxy.control.receipts import RequestRecord
-from polykv_proxy.errors import Draining, InvariantError, PolyKVError, PoolNotFound, RequestError, UpstreamError
+from polykv_proxy.errors import (
+    Draining,
+    InvalidJson,
+    InvariantError,
+    PolyKVError,
+    PoolNotFound,
+    RequestError,
+    UpstreamError,
+)
 from polykv_proxy.ids import SlotId
 from polykv_proxy.relay.desk import SlotDesk
 from polykv_proxy.relay.dialects import ATTACHABLE, TAKES_A_SLOT, Call, Dialect, may_carry_fields, parse_json, read_call
@@ -51,6 +59,7 @@ class Relay:
         self.clock = clock
         self.desk = SlotDesk(control.slots, self._busy_slots, clock)
         control.deliver_grants = self.desk.deliver
+        control.plain.n_elsewhere = lambda: self.n_floating
         self.draining = False
         self.n_running = 0
         self.idle = asyncio.Event()
@@ -170,10 +179,16 @@ class Relay:
 
     def _read(self, request: web.Request, path: str, raw: bytes, *, by_header: bool) -> Call | None:
         """None: relay it as it is."""
-        automatic = self.control.settings.mode == "auto" and self.control.hooks
+        plain = self.control.plain.pins
+        automatic = self.control.settings.mode == "auto" and (self.control.hooks or plain)
         if not automatic and not by_header and not may_carry_fields(raw):
             return None
-        body = parse_json(raw)
+        try:
+            body = parse_json(raw)
+        except InvalidJson:
+            if plain and not by_header and not may_carry_fields(raw):
+                return None  # the engine's own words, as if nobody had looked
+            raise
         if not isinstance(body, dict):
             return None
         if not body.keys().isdisjoint(BODY_FIELDS):

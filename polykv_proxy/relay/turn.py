@@ -20,6 +20,7 @@ from aiohttp import web
 
 from polykv_proxy.control import AttachPlan, AttachRequest, Control, Outcome
 from polykv_proxy.control.diverged import Said
+from polykv_proxy.control.plain import Pin
 from polykv_proxy.control.receipts import RequestRecord
 from polykv_proxy.conversation import Conversation
 from polykv_proxy.errors import PolyKVError, UpstreamError
@@ -75,6 +76,7 @@ class TurnRelay:
         self._family: str | None = None
         self.normalised: tuple[str, ...] = ()
         self._slot_id: SlotId | None = None
+        self._pin: Pin | None = None
         self._left: list[Displaced] = []
         self._preparing: asyncio.Task[None] | None = None
 
@@ -108,9 +110,12 @@ class TurnRelay:
             self._settle(usage)
             answered = said if self._complete and self._status == 200 and not self._failed else None
             self._books.end(self._turn, usage, self._clock(), said=answered)
+            if self._pin is not None:
+                self._control.plain.end(self._pin, usage.ctx_used if self._complete else None)
             if unheard_of and self._status != 200 and self._books.get(session.session_id) is session:
                 self._control.drop_session(session.session_id)  # it was told nothing that it could come back to
-            record.status, record.slot_id, record.ended_s = self._status, self._slot_id, self._clock()
+            record.status, record.ended_s = self._status, self._clock()
+            record.slot_id = self._pin.slot_id if self._pin is not None else self._slot_id
             if self._sent and not self._complete and record.error is None:
                 record.error = "incomplete"
             self._control.parking.tend()
@@ -163,6 +168,11 @@ class TurnRelay:
 
     async def _take_slot(self, session: Session, said: Conversation | None, look_first: bool) -> Grant | None:
         call, n_slots = self._call, self._desk.book.n_slots
+        if self._control.watch.hooks is False:
+            if call.own_slot is None and call.n_finals == 1 and call.body.get("cache_prompt") is not False:
+                self._pin = await self._control.plain.begin(session, said)
+                self._record.displaced = self._pin.displaced
+            return None
         if not self._control.hooks or not n_slots:
             return None
         if call.own_slot is not None:
@@ -222,6 +232,8 @@ class TurnRelay:
 
     async def _send(self, request_id: str, grant: Grant | None, usage: Usage) -> web.StreamResponse:
         slot_id = grant.slots[0] if grant is not None else None
+        if self._pin is not None:
+            slot_id = self._pin.slot_id
         body = rewrite(self._call, self._plan, slot_id)
         self._turn.sent(self._clock(), slot_id, self._plan.pool_id if self._plan is not None else None)
         self._sent = True

@@ -310,9 +310,10 @@ class SessionShown(_Shape):
 
 
 class SessionsShown(_Shape):
-    """All that are open."""
+    """All that are open. ``hooks``: told of an engine without them, where sessions keep slots at best."""
 
     sessions: list[SessionShown]
+    hooks: Literal[False] | None = None
 
 
 class SessionRate(_Shape):
@@ -368,8 +369,8 @@ class DivergentSpan(_Shape):
 class RequestDivergence(_Shape):
     """Where a prompt left what it was expected to begin with."""
 
-    against: Literal["session", "pool", "family"]
-    """The last prompt of its session, the pool it asked for, or a prompt of those it belongs together with."""
+    against: Literal["session", "answer", "pool", "family"]
+    """The last prompt of its session, that with its answer, the pool it asked for, or one of those it belongs with."""
     expected_n_tokens: Count | None
     """So long was that."""
     position: Count | None

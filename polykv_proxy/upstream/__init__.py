@@ -4,6 +4,7 @@ client    ``EngineClient``: one connection pool, the engine's hooks, and the raw
 short     the way of small POSTs, with less work than aiohttp's client makes of them
 response  what the relay gives back: the head is read, the body is not yet
 wire      what the hooks answer, read once at the border
+plain     what a llama-server without hooks says of itself and its slots
 headers   which headers may travel to the engine and back
 errors    every foreign exception and every answer of the hooks becomes one of ours
 """

@@ -21,9 +21,17 @@ from pydantic import BaseModel, ValidationError
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_exponential
 from yarl import URL
 
-from polykv_proxy.errors import ConnectFailed, PromptTooLarge, SavedGone, UpstreamError, UpstreamUnavailable
+from polykv_proxy.errors import (
+    ConnectFailed,
+    PromptTooLarge,
+    SavedGone,
+    UpstreamError,
+    UpstreamLoading,
+    UpstreamUnavailable,
+)
 from polykv_proxy.upstream.errors import FOREIGN, map_client_error, map_hook_answer
 from polykv_proxy.upstream.headers import forwardable
+from polykv_proxy.upstream.plain import PlainSlot, read_slots
 from polykv_proxy.upstream.response import UpstreamResponse
 from polykv_proxy.upstream.short import MAX_BYTES, Limits, ShortPosts
 from polykv_proxy.upstream.wire import (
@@ -196,6 +204,24 @@ class EngineClient:
     async def props(self) -> dict[str, Any]:
         """llama-server's own ``/props``."""
         return await _retry(lambda: self._json("GET", "/props", None, "props", READ_S))
+
+    async def slots(self) -> list[PlainSlot] | None:
+        """llama-server's own ``/slots``; None when it does not show them. Wakes one that sleeps.
+
+        Raises:  UpstreamUnavailable, UpstreamLoading (503), UpstreamTimeout (504)
+        """
+        try:
+            async with asyncio.timeout(READ_S):
+                async with await self.open("GET", "/slots") as response:
+                    raw = await response.read()
+        except TimeoutError as e:
+            raise map_client_error(e, "slots") from e
+        if response.status == 503:
+            raise UpstreamLoading("slots: the engine is not ready")
+        try:
+            return read_slots(orjson.loads(raw)) if response.status == 200 else None
+        except orjson.JSONDecodeError:
+            return None
 
     async def health(self) -> None:
         """Return when the engine serves.

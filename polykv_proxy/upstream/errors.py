@@ -87,8 +87,8 @@ def map_hook_answer(status: int, body: Any, op: str) -> PolyKVError:
         return mapped
     if status == 404:
         return EngineUnpatched(
-            "this llama-server has no PolyKV hooks: build it with `polykvctl engine build` and start it with "
-            "--polykv-max-pools N"
+            "this llama-server has no PolyKV hooks, so it cannot hold pools: build one that can with `polykvctl engine "
+            "build` and start it (`polykvctl engine path`) with --polykv-max-pools N, or both with `polykvctl up`"
         )
     if status in (401, 403):
         return UpstreamError(f"the engine refuses the key of POLYKV_UPSTREAM_API_KEY ({op}: {message})")

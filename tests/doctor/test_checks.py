@@ -122,6 +122,22 @@ def test_each_finding_alone(id_: str, severity: str, changed: dict[str, Any]):
     assert found(**changed) == [(id_, severity)]
 
 
+@pytest.mark.parametrize(
+    ("why", "severity", "do"),
+    [
+        ("emptied", "warning", "--no-cache-idle-slots"),
+        ("hidden", "warning", "--no-slots"),
+        ("router", "info", "before one model"),
+        ("one_slot", "info", "--parallel"),
+    ],
+)
+def test_why_sessions_keep_no_slots_of_a_plain_llama_server(why: str, severity: str, do: str):
+    [pools, pins] = examine(Facts(**GOOD | {"hooks": False, "pins_off": why}))
+    assert (pools.id, pins.id, pins.severity) == ("engine_without_pools", "sessions_not_pinned", severity)
+    assert do in pins.do
+    assert found(hooks=True, pins_off=why) == []
+
+
 def test_how_much_is_left_on_disk_and_what_removes_it():
     [left] = examine(
         Facts(**GOOD | {"n_left_states": 12, "left_states_bytes": 1_234_500_000, "states_folder": "/state/x.db.states"})

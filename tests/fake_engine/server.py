@@ -32,6 +32,9 @@ class FakeEngine:
     ``byte_by_byte``  every piece of a stream leaves one byte at a time
     ``n_gen``         tokens to decode when the body sets no limit
     ``loading``       everything is 503, as while a model loads
+    ``slots_shown``   False: started with --no-slots, and ``/slots`` is a 501
+    ``empties_idle``  slots at rest are emptied when a request begins (llama-server's --cache-idle-slots, unified)
+    ``router``        as in router mode: no slots of its own
     ``saved``         what is kept outside the cache; no budget for it unless a test gives one
     """
 
@@ -60,6 +63,8 @@ class FakeEngine:
         self.n_gen = 8
         self.byte_by_byte = False
         self.loading = False
+        self.slots_shown, self.empties_idle, self.router = True, False, False
+        self.marker: str | None = None
         self.port = 0
         self.n_starts = 0
         self._runner: Runner | None = None
@@ -213,15 +218,33 @@ class FakeEngine:
         return answer
 
     async def _props(self, request: web.Request) -> web.Response:
-        settings = {"n_ctx": self.n_ctx_slot}
+        if self.router:
+            return web.json_response({"role": "router", "model_path": "none"})
         return web.json_response(
-            {"default_generation_settings": settings, "total_slots": self.n_slots, "model_path": "toy.gguf"}
+            {
+                "default_generation_settings": {"n_ctx": self.n_ctx_slot},
+                "total_slots": self.n_slots,
+                "model_path": "toy.gguf",
+                "endpoint_slots": self.slots_shown,
+                "is_sleeping": self.sleeping,
+                "media_marker": self.marker or f"<__media_{self.epoch}__>",
+            }
         )
 
     async def _slots_view(self, request: web.Request) -> web.Response:
-        return web.json_response(
-            [{"id": s.id, "n_ctx": self.n_ctx_slot, "is_processing": s.state != "idle"} for s in self.slots]
-        )
+        if self.router:
+            return error(400, "model name is missing from the request", "invalid_request_error")
+        if not self.slots_shown:
+            return error(501, "This server does not support slots endpoint. Start it with `--slots`", "not_supported")
+        self.wake()
+        return web.json_response([self._slot_view(s) for s in self.slots])
+
+    def _slot_view(self, slot: Slot) -> dict[str, Any]:
+        view = {"id": slot.id, "n_ctx": self.n_ctx_slot, "is_processing": slot.state != "idle"}
+        if slot.id_task < 0:
+            return view  # it had nothing to do yet
+        following = [{"has_next_token": slot.state == "generating", "n_decoded": slot.n_decoded}]
+        return view | {"id_task": slot.id_task, "n_prompt_tokens": len(slot.tokens), "next_token": following}
 
     async def _metrics(self, request: web.Request) -> web.Response:
         n = sum(s.n_decoded_cum for s in self.slots)
@@ -338,6 +361,9 @@ class FakeEngine:
                 self.n_deferred -= 1
             slot = max(idle, key=lambda s: (lcp(s.tokens, tokens) > 0.5 * len(tokens), -s.t_last))
             slot.state, slot.id_task = "started", next(self._tasks)
+            for other in self.slots if self.empties_idle else ():
+                if other.state == "idle":
+                    other.cut(0)
             return slot
 
     async def _release(self, slot: Slot) -> None:

@@ -13,8 +13,8 @@ HANG_UP = b"<hang up>"
 
 
 class RawEngine:
-    """Plays a plain llama-server: sends the ``script`` whatever the request (pieces; a number = a pause in seconds; an
-    event is waited for)."""
+    """Plays a plain llama-server with one slot: sends the ``script`` whatever the request (pieces; a number = a pause
+    in seconds; an event is waited for)."""
 
     def __init__(self, script: Sequence[bytes | float | asyncio.Event] = (OK + b"Content-Length: 0\r\n\r\n",)):
         self.script = script
@@ -42,7 +42,7 @@ class RawEngine:
                 if target.startswith(b"/polykv/engine"):
                     writer.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
                 elif target == b"/props" and b"x-test" not in head.lower():
-                    writer.write(OK + b'Content-Type: application/json\r\nContent-Length: 17\r\n\r\n{"total_slots":4}')
+                    writer.write(OK + b'Content-Type: application/json\r\nContent-Length: 17\r\n\r\n{"total_slots":1}')
                 else:
                     self.heads.append(head)
                     self.bodies.append(body)

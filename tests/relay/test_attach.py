@@ -280,8 +280,6 @@ async def test_the_engines_own_errors_pass_unchanged(engine: FakeEngine, explici
 
 async def test_a_plain_llama_server_behind_it(make_proxy: ProxyMaker) -> None:
     async with FakeEngine(hooks=False) as engine, make_proxy(engine.url) as proxy:
-        answer = await proxy.chat()
-        assert engine.requests(CHAT)[-1].body == answer.request.content
         answer = await proxy.chat(pool_id="x", session_id="s")
         assert answer.json()["polykv"]["miss_reason"] == "no_pool"
-        assert not {"pool_id", "session_id", "id_slot"} & engine.requests(CHAT)[-1].json().keys()
+        assert not {"pool_id", "session_id"} & engine.requests(CHAT)[-1].json().keys()
