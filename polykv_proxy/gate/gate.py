@@ -98,6 +98,10 @@ class Gate:
         """Place in line and expected seconds until its turn; place 0: it does not wait."""
         return self.entry.place(ticket_id, now_s)
 
+    def n_waiting(self) -> int:
+        """Sessions in all lines."""
+        return len(self.entry.waiting)
+
     def capacity(self, arrival: Arrival, now_s: float) -> Capacity:
         """The answer to ``GET …/capacity``. Changes nothing."""
         return self.entry.decide(arrival, now_s)

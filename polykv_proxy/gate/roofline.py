@@ -27,9 +27,9 @@ DISTINCT_N = 0.5
 
 SCALES = (1.0, 1.0, 1e4, 1e2)
 """Units of the four features, so that they are of about one size."""
-INITIAL_VARIANCE = 1.0
-REOPEN_VARIANCE = 0.1
-MAX_VARIANCE = 10.0
+INITIAL_VARIANCE = 100.0
+REOPEN_VARIANCE = 1.0
+MAX_VARIANCE = 1000.0
 SIGMA_ALPHA = 0.05
 PREFILL_TAU_S = 10.0
 
