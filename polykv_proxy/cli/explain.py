@@ -36,6 +36,7 @@ _REASONS = {
 }
 _AGAINST = {
     "session": "its session's last prompt",
+    "answer": "its session's last prompt and the answer to it",
     "pool": "its pool",
     "family": "a prompt of those it belongs to",
 }

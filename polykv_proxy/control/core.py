@@ -140,7 +140,10 @@ class Control:
         )
         self.requests = RequestLog(unix_offset_s)
         self.divergences = Divergences(
-            render=self.comparer.render, can_render=lambda: self.watch.hooks is True, tree=self.tree
+            render=self.comparer.render,
+            can_render=lambda: self.watch.hooks is True,
+            reuses_any=lambda: self.watch.stats is not None and not self.watch.stats.recurrent,
+            tree=self.tree,
         )
         self.dry_run = DryRun(
             tree=self.tree,

@@ -1,6 +1,8 @@
 """Why a prefix that was expected to match did not: looks only when the engine reused less than the last prompt had.
 
     session  the prompt does not begin with its session's last one
+    answer   it does, but not with what was answered: the client, or the template, leaves reasoning out or writes tool
+             calls differently
     pool     it leaves the pool that was asked for, made of messages or a prompt that are remembered
     family   nothing of it was known, and another one's system prompt is the same but for a line of it: that line
              changes by itself (a date, a billing header), and keeps everything behind it from being shared
@@ -19,7 +21,7 @@ from typing import Any, Generic, TypeVar
 import orjson
 
 from polykv_proxy.control.compare import Unpooled
-from polykv_proxy.control.divergence import first_difference, system_text, volatile_place
+from polykv_proxy.control.divergence import first_addition, first_difference, system_text, volatile_place
 from polykv_proxy.control.orders import AttachPlan, AttachRequest
 from polykv_proxy.control.receipts import Divergence, RequestRecord
 from polykv_proxy.ids import PoolId, SessionId
@@ -50,13 +52,14 @@ _END = 64
 
 @dataclass(slots=True, eq=False)
 class LastPrompt:
-    """``n_tokens``: as the engine counted them. ``tokens``: if it was rendered."""
+    """``n_tokens``: as the engine counted them. ``n_answered``: those after it. ``tokens``: if it was rendered."""
 
     path: str
     body: Mapping[str, Any]
     n_bytes: int
     n_tokens: int | None = None
     tokens: Tokens | None = None
+    n_answered: int = 0
 
 
 class _Shelf(OrderedDict[Key, LastPrompt], Generic[Key]):
@@ -90,16 +93,20 @@ class Said:
 
 
 class Divergences:
-    """``render``: a body's prompts, one step at a time; ``can_render``: the engine can be asked."""
+    """``render``: a body's prompts, one step at a time; ``can_render``: the engine can be asked.
+
+    ``reuses_any``: it reuses whatever is alike; a recurrent model goes back to a checkpoint.
+    """
 
     def __init__(
         self,
         *,
         render: Callable[[AttachRequest], Awaitable[list[Tokens]]],
         can_render: Callable[[], bool],
+        reuses_any: Callable[[], bool],
         tree: PoolTree,
     ):
-        self._render, self._can_render, self._tree = render, can_render, tree
+        self._render, self._can_render, self._reuses_any, self._tree = render, can_render, reuses_any, tree
         self._of_session: _Shelf[SessionId] = _Shelf()
         self._of_family: _Shelf[tuple[str, int]] = _Shelf()
         self._of_pool: _Shelf[PoolId] = _Shelf()
@@ -127,16 +134,20 @@ class Divergences:
         if usage is None or told is None or usage.cache_n is None or usage.prompt_n is None:
             return
         tokens = plan.tokens if plan is not None else None
-        now = LastPrompt(said.path, said.body, said.n_bytes, usage.cache_n + usage.prompt_n, tokens)
+        n_tokens = usage.cache_n + usage.prompt_n
+        now = LastPrompt(said.path, said.body, said.n_bytes, n_tokens, tokens, usage.predicted_n or 0)
         before = self._of_session.get(session.session_id)
         if before is not None and _got_less(usage.cache_n, before, now):
             self._compare(record, "session", before, now)
+        elif before is not None and before.n_answered > CUE_TOKENS and self._reuses_any():
+            self._compare_answer(record, usage.cache_n, before, now)
         if record.divergence is None and told.miss_reason == "diverged" and plan is not None:
             self._compare_with_pool(record, plan, now)
         if record.divergence is None and before is None:
             self._compare_with_family(record, said, usage.cache_n, now)
         self._of_session.put(session.session_id, now)
-        if record.divergence is not None and told.pool_id is None and told.miss_reason in (None, "no_pool"):
+        diverged = record.divergence is not None and record.divergence.against != "answer"
+        if diverged and told.pool_id is None and told.miss_reason in (None, "no_pool"):
             told.miss_reason = "diverged"
 
     # ---------------------------------------------------------------------------------------------------------------
@@ -146,6 +157,15 @@ class Divergences:
         if place is not None:
             record.divergence = Divergence(against, before.n_tokens, place)
             self._find_position(record.divergence, before, now)
+
+    def _compare_answer(self, record: RequestRecord, cache_n: int, before: LastPrompt, now: LastPrompt) -> None:
+        """All of the last prompt was reused: what was not is the answer, and the engine found where."""
+        n_tokens = (before.n_tokens or 0) + before.n_answered
+        if cache_n + CUE_TOKENS >= min(n_tokens, now.n_tokens or 0):
+            return
+        place = first_addition(before.body, now.body)
+        if place is not None and place.role == "assistant":
+            record.divergence = Divergence("answer", n_tokens, place, cache_n)
 
     def _compare_with_pool(self, record: RequestRecord, plan: AttachPlan, now: LastPrompt) -> None:
         pool = self._tree.find(plan.asked) if plan.asked is not None else None

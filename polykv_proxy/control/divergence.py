@@ -76,6 +76,14 @@ def first_difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> Place | 
     return next(_differing(old, new, lambda _: True), None)
 
 
+def first_addition(old: Mapping[str, Any], new: Mapping[str, Any]) -> Place | None:
+    """The first message of ``new`` that comes after those of ``old``, which it begins with; None when there is none."""
+    if first_difference(old, new) is not None:
+        return None
+    added = list(_sections(new))[len(list(_sections(old))) :]
+    return added[0].place if added else None
+
+
 def volatile_place(old: Mapping[str, Any], new: Mapping[str, Any]) -> Place | None:
     """The first line of a system prompt that is otherwise the same as another one's: one that changes by itself."""
     place = next(_differing(old, new, _is_system), None)

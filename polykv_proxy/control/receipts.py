@@ -30,7 +30,8 @@ class Told(Protocol):
 class Divergence:
     """Where a prompt left what it was expected to begin with. ``position``: the first other token, None = not known.
 
-    ``against``: the last prompt of its ``session``, one of its ``family``, or a ``pool``, of ``expected_n_tokens``.
+    ``against``: the last prompt of its ``session``, that with its ``answer``, one of its ``family``, or a ``pool``, of
+    ``expected_n_tokens``.
     """
 
     against: str

@@ -15,13 +15,13 @@ from polykv_proxy.relay.dialects import Call, Dialect
 MAX_MARKS = 4
 """As many as the Messages API takes. Of more, the last ones."""
 
-_NEEDLES = tuple(f'"{name}"'.encode() for name in sorted(MARKS))
 _IN_CHATS = frozenset({Dialect.CHAT, Dialect.MESSAGES, Dialect.RESPONSES})
 
 
 def beginnings_in(call: Call) -> list[Beginning]:
     """What a request marks, the shortest first; nothing is looked for in a body without the words."""
-    if call.dialect not in _IN_CHATS or not any(needle in call.raw for needle in _NEEDLES):
+    raw = call.raw
+    if (b'"cache_control"' not in raw and b'"prompt_cache_breakpoint"' not in raw) or call.dialect not in _IN_CHATS:
         return []
     return list(_beginnings(call))[-MAX_MARKS:]
 

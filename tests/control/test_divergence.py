@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polykv_proxy.control.divergence import MAX_SHOWN, Place, Span, common_length, first_difference, volatile_place
+from polykv_proxy.control.divergence import (
+    MAX_SHOWN,
+    Place,
+    Span,
+    common_length,
+    first_addition,
+    first_difference,
+    volatile_place,
+)
 
 BILLING = "x-anthropic-billing-header: cc_version=2.1.40.{}; cc_entrypoint=cli; cch={};"
 RULES = "You are a careful engineer. Read before you write, and say what you do not know.\n" * 4
@@ -60,6 +68,12 @@ def test_tool_calls_and_roles() -> None:
     assert first_difference(old, new) == Place("messages", 0, "assistant", key="tool_calls")
     other = first_difference(chat("a", "b"), {"messages": [*chat("a")["messages"], {"role": "user", "content": "b"}]})
     assert other == Place("messages", 2, "user")
+
+
+def test_what_comes_after_a_prompt_that_is_all_there() -> None:
+    assert first_addition(chat("a"), chat("a", "b", "c")) == Place("messages", 2, "assistant")
+    assert first_addition(chat("a"), chat("a")) is None
+    assert first_addition(chat("a"), chat("b", "c", "d")) is None
 
 
 @pytest.mark.parametrize("mark", ["cache_control", "prompt_cache_breakpoint"])

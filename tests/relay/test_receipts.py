@@ -185,7 +185,23 @@ async def test_who_lost_its_slot_and_what_it_waited_for(engine: FakeEngine, make
         assert receipt["hold_ms"] >= receipt["held_ms"]["slot"]
 
 
-async def test_a_cold_pool_and_anothers_prefill_are_reasons_to_wait(engine: FakeEngine, make_proxy: ProxyMaker) -> None:
+async def test_anothers_prefill_is_a_reason_to_wait(engine: FakeEngine, proxy: Proxy) -> None:
+    hold = Hold()
+    engine.on(CHAT, "prefill", hold)
+    first = asyncio.create_task(post(proxy, chat("q1", session_id="a", system=RULES * 3)))
+    await hold.reached()
+    second = asyncio.create_task(post(proxy, chat("q2", session_id="b", system=RULES * 3)))
+    await until(lambda: proxy.control.fan_out.n_waiting == 1)
+    await asyncio.sleep(0.02)
+    hold.release()
+    await asyncio.gather(first, second)
+    receipt = next(r for r in await receipts(proxy) if r["session_id"] == "b")
+    assert receipt["held_ms"]["shared_prefill"] >= 20
+    assert receipt["hold_ms"] == sum(receipt["held_ms"].values())
+    assert receipt["decision"] == "attached"
+
+
+async def test_a_cold_pool_is_a_reason_to_wait(engine: FakeEngine, make_proxy: ProxyMaker) -> None:
     async with make_proxy(engine.url, auto_pool_min_tokens=64) as proxy:
         pool = await proxy.pool([*b"shared beginning of many"])
         await proxy.client.post(f"/polykv/pools/{pool['pool_id']}/evict", params={"to": "cold"})
@@ -244,6 +260,29 @@ async def test_a_moved_reminder_is_named_though_the_pool_was_a_full_hit(engine: 
     receipt = await latest(alone)
     assert (receipt["miss_reason"], receipt["decision"]) == (None, "attached")
     assert (receipt["divergence"]["message"], receipt["divergence"]["span"]["text"]) == (1, "first question")
+
+
+async def test_an_answer_that_does_not_come_back_as_it_was_made(
+    engine: FakeEngine, alone: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = chat("q1", session_id="s", system=RULES)
+    answer = await post(alone, {**first, "max_tokens": 40})
+    said = answer.json()["choices"][0]["message"]["content"]
+    await post(alone, chat("q1", said, "q2", session_id="s", system=RULES))
+    assert (await latest(alone))["divergence"] is None
+    await post(alone, {**chat("q1", session_id="t", system=RULES), "max_tokens": 40})
+    left_out = chat("q1", said[:5] + "!" * 40, "q2", session_id="t", system=RULES)
+    await post(alone, left_out)
+    receipt = await latest(alone)
+    divergence = receipt["divergence"]
+    assert (divergence["against"], divergence["message"], divergence["role"]) == ("answer", 2, "assistant")
+    assert divergence["position"] == len(engine.template.render(CHAT, first)[0][0]) + 5
+    assert (divergence["span"], receipt["miss_reason"]) == (None, "no_pool")
+    # A recurrent model goes back to a checkpoint whatever comes back.
+    monkeypatch.setattr(alone.control.divergences, "_reuses_any", lambda: False)
+    for said in (("q1",), ("q1", "!" * 60, "q2")):
+        await post(alone, {**chat(*said, session_id="u", system=RULES), "max_tokens": 40})
+    assert (await latest(alone))["divergence"] is None
 
 
 async def test_a_pool_that_a_prompt_leaves_names_the_message(engine: FakeEngine, proxy: Proxy) -> None:
