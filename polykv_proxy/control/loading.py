@@ -59,6 +59,10 @@ class PoolLoader(PoolWarmth, ABC):
     async def ensure(self, pool: Pool) -> Any:
         """Wait until the pool's prefix is in the cache."""
 
+    @abstractmethod
+    def doubt_cells(self) -> None:
+        """Which cells a sequence or a slot holds is to be asked."""
+
     async def load(self, pool: Pool) -> Materialized | None:
         """Bring a pool back from what is saved of it; None = it must be prefilled.
 
@@ -234,6 +238,8 @@ class PoolLoader(PoolWarmth, ABC):
             await self.give_back(SeqId(made.seq))
             await self.saved.forget(state.tag)
             raise UpstreamError("the engine loaded other tokens than were saved")
+        if (made.parent_seq, made.branch_pos) != (-1 if source is None else source, n_shared):
+            self.doubt_cells()  # an earlier load of it, of which nobody heard any more
         return made
 
     def _owned(self) -> set[SeqId]:

@@ -170,6 +170,8 @@ class Parking(SlotStates):
             if state.start and session.pool_id is None:
                 return
             if state.start and session.pool_id is not None:
+                if not self._fits_behind(state, session.pool_id):
+                    return
                 await self._sequence_of(session.pool_id)
             slot_id, other = resting[0]
             if not self._slots.reserve(slot_id):

@@ -21,6 +21,9 @@ from polykv_proxy.upstream import CellMap, EngineClient, PoolList
 
 log = logging.getLogger("polykv.residency")
 
+LOOK_AFTER_S = 10.0
+"""So long an order whose answer got lost may wait behind a batch, and be carried out after all."""
+
 
 class PoolReconciler(PoolLoader, ABC):
     """``reconcile`` compares with the engine; the rest says when nothing is certain any more."""
@@ -185,5 +188,5 @@ class PoolReconciler(PoolLoader, ABC):
 
     async def settle(self) -> None:
         """Called by the heartbeat."""
-        if self.unsure:
+        if self.unsure or asyncio.get_running_loop().time() - self._lost_s < LOOK_AFTER_S:
             await self.reconcile()

@@ -185,6 +185,8 @@ class SavedStates(SavedRoom):
         """
         if len(self.places()) == 2 and self.known and self._is_ours():
             await self.knows_places()
+        for place in self.places() if self.known and self._is_ours() else ():
+            await self._make_room(place, self.n_bytes(place) - self.budget(place))  # more than was known may be there
         self._files.go_on()
 
     async def finish_writing(self) -> None:

@@ -44,6 +44,7 @@ class SavedBooks:
     def __init__(self) -> None:
         self._states: dict[str, SavedState] = {}
         self._by_content: dict[Content, set[str]] = {}
+        self._n_bytes: dict[Place, int] = {"ram": 0, "disk": 0}
         self._once: set[Content] = set()
         self._busy: Counter[str] = Counter()
         self._changed_at: dict[str, int] = {}
@@ -79,7 +80,7 @@ class SavedBooks:
 
     def n_bytes(self, place: Place) -> int:
         """Bytes that the states take there. One that is in both places takes as much of each."""
-        return sum(state.n_bytes for state in self._states.values() if place in state.places)
+        return self._n_bytes[place]
 
     # What the engine said ------------------------------------------------------------------------------------------
 
@@ -100,7 +101,7 @@ class SavedBooks:
         before = self._states
         # What was there before this proxy is the oldest.
         order = [*(tag for tag in there if tag not in before), *(tag for tag in before if tag in there)]
-        self._states, self._by_content = {}, {}
+        self._states, self._by_content, self._n_bytes = {}, {}, {"ram": 0, "disk": 0}
         for tag in order:
             self._put(there[tag])
         self._changed_at = {tag: at for tag, at in self._changed_at.items() if at > since}
@@ -129,7 +130,7 @@ class SavedBooks:
     def enter(self, state: SavedState) -> None:
         """It is there, and the most recently used."""
         self._touched(state.tag)
-        self._states.pop(state.tag, None)
+        self._take(state.tag)
         self._put(state)
 
     def amend(self, state: SavedState) -> None:
@@ -145,14 +146,9 @@ class SavedBooks:
             self.amend(state.model_copy(update={"places": tuple(places)}))
             return
         self._touched(tag)
-        self._states.pop(tag, None)
         if state is None:
             return
-        content = state_content(state)
-        if content is not None:
-            self._by_content[content].discard(tag)
-            if not self._by_content[content]:
-                del self._by_content[content]
+        self._take(tag)
         self.on_gone(state)
 
     # Who goes ------------------------------------------------------------------------------------------------------
@@ -188,7 +184,26 @@ class SavedBooks:
 
     # Inside --------------------------------------------------------------------------------------------------------
 
+    def _take(self, tag: str) -> None:
+        state = self._states.pop(tag, None)
+        if state is None:
+            return
+        self._count(state, -1)
+        content = state_content(state)
+        if content is not None:
+            self._by_content[content].discard(tag)
+            if not self._by_content[content]:
+                del self._by_content[content]
+
+    def _count(self, state: SavedState, sign: int) -> None:
+        for place in state.places:
+            self._n_bytes[place] += sign * state.n_bytes
+
     def _put(self, state: SavedState) -> None:
+        before = self._states.get(state.tag)
+        if before is not None:
+            self._count(before, -1)
+        self._count(state, 1)
         self._states[state.tag] = state
         content = state_content(state)
         if content is not None:

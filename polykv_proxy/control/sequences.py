@@ -44,6 +44,8 @@ class EngineSequences:
         self._giving: set[SeqId] = set()
         self._n_changes = 0
         self._period = 0
+        self._lost_s = float("-inf")
+        """When an order was given up of which nothing was heard and nothing seen: it may wait in the engine's queue."""
 
     async def prefill(self, tokens: Tokens, source: SeqId | None, branch_pos: int, tag: str) -> Materialized:
         """One order, followed to its end; believed only when the hash of what the engine holds is right."""
@@ -105,6 +107,7 @@ class EngineSequences:
                 continue
             found = next((p for p in listed.pools if p.tag == tag and p.state != "free" and p.seq not in besides), None)
             if found is None:
+                self._lost_s = asyncio.get_running_loop().time()
                 raise lost
             if found.state == "ready" and found.tokens_hash:
                 return Materialized(

@@ -151,6 +151,8 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def the_books_are_the_engine(self):
         assert {s.tag: s.places for s in self.books} == {tag: s.places for tag, s in self.engine.items()}
+        for place in ("ram", "disk"):
+            assert self.books.n_bytes(place) == sum(s.n_bytes for s in self.engine.values() if place in s.places)
         for n in range(1, 6):
             wanted = {tag for tag, s in self.engine.items() if state_content(s) == (n, n)}
             assert {s.tag for s in self.books.of_content(n, n)} == wanted

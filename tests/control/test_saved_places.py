@@ -3,6 +3,7 @@ fails is left alone for a while."""
 
 import asyncio
 import logging
+import random
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -10,10 +11,11 @@ import pytest
 from aiohttp import web
 
 from polykv_proxy.control.disk_trouble import DiskTrouble
+from polykv_proxy.errors import PolyKVError
 from tests.control.conftest import Plane, eventually, planes
 from tests.control.test_retention import residencies
-from tests.control.test_warm_pools import LATER, MIB, ensure, evict, n_prefilled, warm_planes
-from tests.fake_engine import FakeEngine, Hold, delay, reply
+from tests.control.test_warm_pools import LATER, MIB, books_hold, ensure, evict, n_prefilled, warm_planes
+from tests.fake_engine import FakeEngine, Hold, delay, drop, reply
 
 KIB = 1 << 10
 FULL = "cannot write /states/{}.state.tmp: No space left on device"
@@ -450,3 +452,90 @@ async def test_what_failed_is_counted_under_its_reason(plane, op, message, code)
         plane.engine.on("load", "request", reply(410, error))
         await ensure(plane, "a")
     assert plane.control.tier.facts().counts.n_failures == {code: 1}
+
+
+# All at once ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_whatever_happens_the_books_are_the_engines(seed):
+    """Little room in both places, a disk that comes and goes, accidents, sleeps and restarts."""
+    rng = random.Random(seed)
+    async with (
+        FakeEngine(n_cells=1500, n_slots=2, max_pools=4, save_ram=MIB, save_disk=MIB) as engine,
+        planes(
+            engine, warm_after_s=LATER, warm_ram_bytes=420 * KIB, warm_disk_bytes=720 * KIB, heartbeat_s=0.02
+        ) as plane,
+    ):
+        control = plane.control
+        control.saved.disk.first_pause_s = 0.02
+        sizes = iter(range(100, 200))
+
+        async def step() -> None:
+            pools = list(control.tree)
+            kind = rng.randrange(12)
+            if not pools or (kind < 3 and len(pools) < 10):
+                await plane.create(tokens=[rng.randrange(9)] * next(sizes))
+            elif kind < 6:
+                await control.residency.save(rng.choice(pools), durable=rng.random() < 0.5)
+            elif kind < 8:
+                await plane.call("POST", f"/polykv/pools/{rng.choice(pools).pool_id}/evict")
+            elif kind < 10:
+                await control.residency.ensure(rng.choice(pools))
+            elif kind == 10:
+                await plane.call("POST", f"/polykv/pools/{rng.choice(pools).pool_id}/evict?to=cold")
+            else:
+                engine.saved.disk_fails = rng.choice([None, FULL.format("x")])
+
+        async def wake_again() -> None:
+            engine.sleep()
+            await asyncio.sleep(0.03)
+            engine.wake()
+
+        for place in ("save", "load", "forget"):
+            for phase in ("request", "reply", "write"):
+                engine.on(place, phase, accident(rng), times=None)
+        for _ in range(40):
+            steps = [asyncio.create_task(step()) for _ in range(rng.randrange(1, 4))]
+            if rng.random() < 0.15:
+                steps.append(asyncio.create_task(rng.choice([engine.restart, wake_again])()))
+            for result in await asyncio.gather(*steps, return_exceptions=True):
+                assert result is None or isinstance(result, PolyKVError | AssertionError), result
+        engine.faults.armed.clear()
+        engine.saved.disk_fails = None
+        await control.refresh()
+        await eventually(lambda: control.residency.books_true and control.residency.at_rest)
+        control.saved.known = False
+        await control.saved.look()
+        for name in [pool.pool_id for pool in control.tree]:
+            await control.residency.ensure(control.tree.get(name))
+        await eventually(lambda: not control.saved._files._due)
+        await eventually(lambda: control.residency.books_true and not control.residency._evictions)
+        await eventually(lambda: len(engine.ready_pools()) == len(control.tree.residents()))
+        await control.saved.tend()
+        assert {(state.tag, *state.places) for state in control.saved} == in_engine_by_tag(engine)
+        facts = control.tier.facts()
+        assert facts.ram.n_bytes <= 420 * KIB
+        assert sum(file.n_bytes for file in engine.saved.files) <= 720 * KIB
+        await books_hold(plane)
+
+
+def in_engine_by_tag(engine: FakeEngine) -> set[tuple[str, ...]]:
+    on_disk = {file.tag for file in engine.saved.files}
+    both = {(tag, "ram", "disk") if tag in on_disk else (tag, "ram") for tag in engine.saved.ram}
+    return both | {(tag, "disk") for tag in on_disk - engine.saved.ram.keys()}
+
+
+def accident(rng: random.Random) -> Any:
+    async def action(request: web.Request) -> Any:
+        kind = rng.randrange(25)
+        if kind == 0:
+            return await drop()(request)
+        if kind == 1:
+            status = rng.choice([409, 410, 500, 507])
+            return await reply(status, {"error": {"code": status, "message": "no", "type": "polykv_error"}})(request)
+        if kind == 2:
+            await asyncio.sleep(0.02)
+        return None
+
+    return action

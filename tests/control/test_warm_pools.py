@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from polykv_proxy.control.saved import pool_tag
+from polykv_proxy.errors import UpstreamUnavailable
 from tests.control.conftest import Plane, eventually, planes
 from tests.control.test_retention import attach, decide, plant, residencies, run_session, shown
 from tests.fake_engine import FakeEngine, Hold, drop, reply
@@ -326,6 +327,49 @@ async def test_a_lost_load_is_not_taken_for_a_sequence_that_is_just_given_up(pla
     await leaving
     await eventually(lambda: plane.control.residency.books_true)
     assert residencies(plane) == {"a": "warm", "twin": "resident"}
+    await books_hold(plane)
+
+
+async def test_a_load_that_is_carried_out_after_all_leaves_no_sequence_behind(plane):
+    """Its connection broke while it waited for a batch: nothing was to be seen of it."""
+
+    load, late = plane.control.saved.load_pool, []
+
+    async def later(tag: str) -> None:
+        await asyncio.sleep(0.2)
+        await load(tag)
+
+    async def lost(tag: str, parent_seq: int = -1, start: int = -1) -> None:
+        late.append(asyncio.create_task(later(tag)))
+        raise UpstreamUnavailable("nothing was heard of it")
+
+    await plane.create(tokens=[1] * 100, name="a")
+    await evict(plane, "a")
+    plane.control.saved.load_pool = lost
+    await ensure(plane, "a")
+    await eventually(lambda: plane.control.residency.books_true)
+    await asyncio.gather(*late)
+    assert len(plane.engine.ready_pools()) == 2
+    await eventually(lambda: len(plane.engine.ready_pools()) == 1)
+    await books_hold(plane)
+
+
+async def test_a_load_that_is_found_behind_somebody_else_is_in_the_books_as_it_is(plane):
+    await family(plane)
+    for name in ("root", "child"):
+        await evict(plane, name, "cold")
+    await evict(plane, "leaf")
+    await ensure(plane, "root")
+    load = plane.control.saved.load_pool
+
+    async def lost(tag: str, parent_seq: int = -1, start: int = -1) -> None:
+        await load(tag)
+        raise UpstreamUnavailable("it was an earlier one, and shares nothing")
+
+    plane.control.saved.load_pool = lost
+    await ensure(plane, "leaf")
+    assert plane.engine.cache.used() == 200 + 230
+    await eventually(lambda: plane.control.residency.books_true)
     await books_hold(plane)
 
 
