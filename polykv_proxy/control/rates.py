@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from polykv_proxy.control.watch import EngineWatch
+from polykv_proxy.ids import SlotId
 from polykv_proxy.sessions import Session, SessionBook, Turn
 from polykv_proxy.upstream import SlotStats, Stats
 
@@ -192,6 +193,25 @@ class Rates:
             return None
         running = [turn.ctx_used for turn in session.turns.values() if turn.ctx_used is not None]
         return running[-1] if running else session.ctx_used
+
+    # Slots of which no session is known -----------------------------------------------------------------------------
+
+    def slot(self, slot_id: SlotId) -> SlotStats | None:
+        stats = self._fresh if self.is_live() else None
+        return next((slot for slot in stats.slots if slot.id == slot_id), None) if stats is not None else None
+
+    @staticmethod
+    def tps_in(slot: SlotStats | None) -> float | None:
+        """Of its task, or of its last one; until the second token of a task it shows that of the one before."""
+        if slot is None or (not slot.idle and slot.n_decoded < 2):
+            return None
+        return slot.tps_ewma or None
+
+    @staticmethod
+    def used_in(slot: SlotStats | None) -> int | None:
+        if slot is None:
+            return None
+        return slot.n_tokens if slot.idle else _ctx_used(slot)
 
 
 def _note_end(task: _Task, slot: SlotStats, stats: Stats) -> None:

@@ -173,19 +173,18 @@ class Views:
     def rates(self) -> list[dict[str, Any]]:
         """What the open sessions decode. Of one that runs, what is not known now is None."""
         self._rates.note()
-        return [
-            {
-                "session_id": session.session_id,
-                "pool_id": session.running_in,
-                "tps_ewma": self._tps(session),
-                "n_decoded": self._n_decoded(session),
-                "ttft_ms": session.ttft_ms,
-                "state": _state(session, self._plain.slot_of(session), self._n_saved(session)),
-                **self.context_of(session),
-            }
-            for session in self._sessions
-            if not session.closed
-        ]
+        return [self.rate_of(session) for session in self._sessions if not session.closed]
+
+    def rate_of(self, session: Session) -> dict[str, Any]:
+        return {
+            "session_id": session.session_id,
+            "pool_id": session.running_in,
+            "tps_ewma": self._tps(session),
+            "n_decoded": self._n_decoded(session),
+            "ttft_ms": session.ttft_ms,
+            "state": _state(session, self._plain.slot_of(session), self._n_saved(session)),
+            **self.context_of(session),
+        }
 
     def context_of(self, session: Session) -> dict[str, int | None]:
         """How much of its slot's context a session uses, also while it runs."""

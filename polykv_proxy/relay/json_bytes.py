@@ -97,6 +97,23 @@ def _element(text: bytes, at: int, index: int) -> tuple[int, int]:
             index, start = index - 1, pos
 
 
+def elements(text: bytes) -> list[tuple[int, int]]:
+    """Where the objects and arrays of an array begin and end."""
+    found: list[tuple[int, int]] = []
+    depth, start = 0, 0
+    for match in _DEEP.finditer(text):
+        token = text[match.start()]
+        if token in _OPEN:
+            depth += 1
+            if depth == 2:
+                start = match.start()
+        elif token in _CLOSE:
+            depth -= 1
+            if depth == 1:
+                found.append((start, match.end()))
+    return found
+
+
 def edit(
     text: bytes,
     *,

@@ -26,6 +26,7 @@ from polykv_proxy.errors import (
 from polykv_proxy.ids import SlotId
 from polykv_proxy.relay.desk import SlotDesk
 from polykv_proxy.relay.dialects import ATTACHABLE, TAKES_A_SLOT, Call, Dialect, may_carry_fields, parse_json, read_call
+from polykv_proxy.relay.engine_views import VIEWS, engine_view
 from polykv_proxy.relay.fields import BODY_FIELDS, OWN_HEADERS, Fields, in_headers, read_fields, session_in
 from polykv_proxy.relay.metrics import metrics_answer
 from polykv_proxy.relay.normalise import Normaliser
@@ -148,6 +149,8 @@ class Relay:
     async def _serve(self, request: web.Request, target: str, path: str, request_id: str) -> web.StreamResponse:
         if path == "/metrics" and request.method == "GET":
             return await metrics_answer(self.control)
+        if path in VIEWS and request.method == "GET":
+            return await engine_view(request, self.control, target, request_id)
         takes_a_slot = request.method == "POST" and path in TAKES_A_SLOT
         by_header = takes_a_slot and path in ATTACHABLE and in_headers(request.headers)
         if by_header:
