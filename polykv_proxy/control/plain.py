@@ -22,7 +22,10 @@ from polykv_proxy.upstream.plain import PlainProps, PlainSlot
 
 log = logging.getLogger("polykv.plain")
 
-LOOK_S = 0.2
+LOOK_S = 0.3
+
+RATE_S = 0.2
+"""A rate is not told of less time than that."""
 
 FAMILY_BYTES = 256
 """Plain prompts that have so many bytes in common may have more."""
@@ -104,9 +107,9 @@ class PlainEngine:
 
     # Requests ------------------------------------------------------------------------------------------------------
 
-    async def begin(self, session: Session, said: Conversation | None) -> Pin:
-        """Choose a slot for a turn that is about to be sent. Always ``end`` it."""
-        seen = await self._look_soon() if self.pins else None
+    async def begin(self, session: Session, said: Conversation | None, *, may_pin: bool = True) -> Pin:
+        """Choose a slot for a turn that is about to be sent. Always ``end`` it. Not ``may_pin``: it is only counted."""
+        seen = await self._look_soon() if self.pins and may_pin else None
         asking = Asking(session.session_id, returns=_returns(session, said), family=_family(said))
         before = self._book.owners
         slot_id = self._book.begin(asking, seen, self._clock(), n_elsewhere=self.n_elsewhere())
@@ -157,7 +160,7 @@ class PlainEngine:
         before = self._counted.get(slot.slot_id)
         if before is None or before.id_task != slot.id_task or not slot.busy:
             self._counted[slot.slot_id] = _Count(slot.id_task, slot.n_decoded or 0, now_s)
-        elif now_s - before.at_s >= LOOK_S:
+        elif now_s - before.at_s >= RATE_S:
             n_decoded = slot.n_decoded or 0
             tps = (n_decoded - before.n_decoded) / (now_s - before.at_s) if before.n_decoded else None
             self._counted[slot.slot_id] = _Count(slot.id_task, n_decoded, now_s, tps)
@@ -168,8 +171,13 @@ class PlainEngine:
         seen = self._seen.get(pinned[-1]) if pinned else None
         if seen is None or not seen.busy:
             return None
-        state = "generating" if seen.n_decoded else "prompt"
-        return SlotStats(id=seen.slot_id, state=state, tps_ewma=self._counted[seen.slot_id].tps)
+        n_decoded = seen.n_decoded or 0
+        return SlotStats(
+            id=seen.slot_id,
+            state="generating" if n_decoded else "prompt",
+            n_decoded_cum=n_decoded,
+            tps_ewma=self._counted[seen.slot_id].tps,
+        )
 
 
 def _returns(session: Session, said: Conversation | None) -> bool:

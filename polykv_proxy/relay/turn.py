@@ -169,8 +169,9 @@ class TurnRelay:
     async def _take_slot(self, session: Session, said: Conversation | None, look_first: bool) -> Grant | None:
         call, n_slots = self._call, self._desk.book.n_slots
         if self._control.watch.hooks is False:
-            if call.own_slot is None and call.n_finals == 1 and call.body.get("cache_prompt") is not False:
-                self._pin = await self._control.plain.begin(session, said)
+            if call.n_finals == 1:
+                may_pin = call.own_slot is None and call.body.get("cache_prompt") is not False
+                self._pin = await self._control.plain.begin(session, said, may_pin=may_pin)
                 self._record.displaced = self._pin.displaced
             return None
         if not self._control.hooks or not n_slots:

@@ -86,10 +86,10 @@ def until(condition: Callable[[], object], within_s: float = 20) -> None:
 
 
 def test_more_sessions_than_slots_find_more_of_what_they_said() -> None:
-    found = measure("kept", 7)
+    found = measure("kept", 6)
     print(report([found]))
-    assert found.ratio > 1.1
-    assert found.of_prefilled < 0.85
+    assert found.ratio > 1.05
+    assert found.of_prefilled < 0.9
     assert (found.alone.slots, found.proxy.slots) == (1, 4)
 
 

@@ -17,6 +17,12 @@ from tests.relay.dialect_cases import PATHS, SYSTEM, body_of, receipts_in
 CHAT = "/v1/chat/completions"
 
 
+@pytest.fixture(autouse=True)
+def no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine answers late, and who has seen nothing pins nothing."""
+    monkeypatch.setattr(plain, "LOOK_S", 5.0)
+
+
 @pytest_asyncio.fixture
 async def stock() -> AsyncIterator[FakeEngine]:
     async with FakeEngine(hooks=False) as engine:
@@ -149,6 +155,8 @@ async def test_what_says_where_it_goes_is_left_alone(stock: FakeEngine, proxy: P
     body = body_of(CHAT, **fields)
     assert (await proxy.client.post(CHAT, json=body)).status_code == 200
     assert sent(stock) == body
+    await Agent(proxy, "a").turn()
+    assert "id_slot" in sent(stock), "and nobody is counted as on the way any more"
 
 
 async def test_a_body_that_is_not_json_is_the_engines_to_refuse(stock: FakeEngine, proxy: Proxy) -> None:
@@ -258,6 +266,9 @@ async def test_a_running_turn_is_told_by_the_engines_slots(stock: FakeEngine, pr
         await asyncio.sleep(0.1)
     assert (session["state"], session["slot_id"], session["ctx_total"]) == ("decoding", 0, stock.n_ctx_slot)
     assert 0 < session["tps_ewma"] < 11
+    assert session["n_decoded"] > 2
+    sample = (await proxy.client.get("/polykv/tps")).json()
+    assert [(s["session_id"], s["state"]) for s in sample["sessions"]] == [("a", "decoding")]
     assert session["suffix_n_tokens"] is None, "what is a pool's and what its own only an engine with hooks tells"
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
