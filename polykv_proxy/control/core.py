@@ -139,18 +139,19 @@ class Control:
             watch=self.watch,
         )
         self.requests = RequestLog(unix_offset_s)
-        self.divergences = Divergences(
-            render=self.comparer.render,
-            can_render=lambda: self.watch.hooks is True,
-            reuses_any=lambda: self.watch.stats is not None and not self.watch.stats.recurrent,
-            tree=self.tree,
-        )
         self.dry_run = DryRun(
             tree=self.tree,
             comparer=self.comparer,
             engine=self.engine,
             watch=self.watch,
             is_resident=lambda pool: self.residency.held(pool) is not None,
+        )
+        self.divergences = Divergences(
+            render=self.comparer.render,
+            can_render=lambda: self.watch.hooks is True,
+            reuses_any=lambda: self.watch.stats is not None and not self.watch.stats.recurrent,
+            message_at=self.dry_run.message_at,
+            tree=self.tree,
         )
         self.attach = Attacher(
             tree=self.tree,

@@ -14,16 +14,17 @@ differ the place is told at once; the number of the first other token when the e
 import asyncio
 import logging
 from collections import OrderedDict, deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import orjson
 
 from polykv_proxy.control.compare import Unpooled
-from polykv_proxy.control.divergence import first_addition, first_difference, system_text, volatile_place
-from polykv_proxy.control.orders import AttachPlan, AttachRequest
+from polykv_proxy.control.divergence import Place, first_addition, first_difference, system_text, volatile_place
+from polykv_proxy.control.orders import AttachPlan, AttachRequest, Source
 from polykv_proxy.control.receipts import Divergence, RequestRecord
+from polykv_proxy.errors import PolyKVError
 from polykv_proxy.ids import PoolId, SessionId
 from polykv_proxy.sessions import Session
 from polykv_proxy.tree.pool import Pool
@@ -45,6 +46,8 @@ MAX_RENDERS = 8
 
 CUE_TOKENS = 16
 """A prompt ends with at most so many tokens (the cue to answer) that another one need not have there."""
+
+_CHATS = frozenset({"/chat/completions", "/v1/chat/completions"})
 
 MIN_FAMILY_TOKENS = 64
 _END = 64
@@ -95,7 +98,8 @@ class Said:
 class Divergences:
     """``render``: a body's prompts, one step at a time; ``can_render``: the engine can be asked.
 
-    ``reuses_any``: it reuses whatever is alike; a recurrent model goes back to a checkpoint.
+    ``reuses_any``: it reuses whatever is alike; a recurrent model goes back to a checkpoint. ``message_at``: which
+    message of a chat a token is of.
     """
 
     def __init__(
@@ -104,16 +108,20 @@ class Divergences:
         render: Callable[[AttachRequest], Awaitable[list[Tokens]]],
         can_render: Callable[[], bool],
         reuses_any: Callable[[], bool],
+        message_at: Callable[[Source, list[Any], Tokens, int], Awaitable[int | None]],
         tree: PoolTree,
     ):
         self._render, self._can_render, self._reuses_any, self._tree = render, can_render, reuses_any, tree
+        self._message_at = message_at
         self._of_session: _Shelf[SessionId] = _Shelf()
         self._of_family: _Shelf[tuple[str, int]] = _Shelf()
         self._of_pool: _Shelf[PoolId] = _Shelf()
-        self._to_render: deque[tuple[Divergence, LastPrompt, LastPrompt]] = deque()
+        self._to_render: deque[Coroutine[Any, Any, None]] = deque()
         self._rendering: asyncio.Task[None] | None = None
 
     async def stop(self) -> None:
+        while self._to_render:
+            self._to_render.popleft().close()
         if self._rendering is not None:
             self._rendering.cancel()
             await asyncio.wait([self._rendering])
@@ -178,6 +186,8 @@ class Divergences:
             record.divergence.position = self._tree.lcp(pool.pool_id, now.tokens)
         elif plan.exact and plan.pool_id is not None:
             record.divergence.position = plan.prefix_n_tokens
+        if known is None and not pool.auto and now.path in _CHATS and self._may_render(now):
+            self._ask(self._tell_message(record.divergence, pool.pool_id, now))
 
     def _compare_with_family(self, record: RequestRecord, said: Said, cache_n: int, now: LastPrompt) -> None:
         n_tokens = now.n_tokens or 0
@@ -204,30 +214,51 @@ class Divergences:
         if before.tokens is not None and now.tokens is not None:
             divergence.position = lcp_tokens(before.tokens, now.tokens)
             return
-        too_large = max(before.n_bytes, now.n_bytes) > MAX_RENDERED_BYTES
-        if too_large or not self._can_render() or len(self._to_render) >= MAX_RENDERS:
-            return
-        self._to_render.append((divergence, before, now))
-        if self._rendering is None or self._rendering.done():
-            self._rendering = asyncio.create_task(self._render_all(), name="polykv-diverged")
+        if self._may_render(before, now):
+            self._ask(self._tell_position(divergence, before, now))
 
-    async def _render_all(self) -> None:
+    def _may_render(self, *prompts: LastPrompt) -> bool:
+        too_large = max(prompt.n_bytes for prompt in prompts) > MAX_RENDERED_BYTES
+        return not too_large and self._can_render() and len(self._to_render) < MAX_RENDERS
+
+    def _ask(self, question: Coroutine[Any, Any, None]) -> None:
+        self._to_render.append(question)
+        if self._rendering is None or self._rendering.done():
+            self._rendering = asyncio.create_task(self._ask_all(), name="polykv-diverged")
+
+    async def _ask_all(self) -> None:
         while self._to_render:
-            divergence, before, now = self._to_render.popleft()
             try:
-                for prompt in (before, now):
-                    if prompt.tokens is None:
-                        prompt.tokens = await self._tokens_of(prompt)
-            except Unpooled as e:
-                log.debug("the first other token is not told: %s", e)
-                continue
-            if before.tokens is not None and now.tokens is not None:
-                divergence.position = lcp_tokens(before.tokens, now.tokens)
+                await self._to_render.popleft()
+            except (Unpooled, PolyKVError) as e:
+                log.debug("where a prompt diverged is not told: %s", e)
+
+    async def _tell_position(self, divergence: Divergence, before: LastPrompt, now: LastPrompt) -> None:
+        one, other = await self._tokens_of(before), await self._tokens_of(now)
+        if one is not None and other is not None:
+            divergence.position = lcp_tokens(one, other)
+
+    async def _tell_message(self, divergence: Divergence, pool_id: PoolId, now: LastPrompt) -> None:
+        """Of a pool whose text is not known: which message the token is of."""
+        tokens, messages = await self._tokens_of(now), now.body.get("messages")
+        if tokens is None or not isinstance(messages, list) or pool_id not in self._tree:
+            return
+        if divergence.position is None:
+            divergence.position = self._tree.lcp(pool_id, tokens)
+        source = Source(
+            messages=messages, tools=now.body.get("tools"), chat_template_kwargs=now.body.get("chat_template_kwargs")
+        )
+        n = await self._message_at(source, messages, tokens, divergence.position)
+        if n is not None:
+            role = messages[n].get("role") if isinstance(messages[n], dict) else None
+            divergence.place = Place("messages", n, role if isinstance(role, str) else None)
 
     async def _tokens_of(self, prompt: LastPrompt) -> Tokens | None:
         """Raises Unpooled when the engine does not render it."""
-        rendered = await self._render(AttachRequest(path=prompt.path, body=dict(prompt.body)))
-        return rendered[0] if len(rendered) == 1 else None
+        if prompt.tokens is None:
+            rendered = await self._render(AttachRequest(path=prompt.path, body=dict(prompt.body)))
+            prompt.tokens = rendered[0] if len(rendered) == 1 else None
+        return prompt.tokens
 
 
 def _got_less(cache_n: int, before: LastPrompt, now: LastPrompt) -> bool:

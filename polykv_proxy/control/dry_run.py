@@ -93,10 +93,10 @@ class DryRun:
             n_prefix = self._tree.lcp(pool.pool_id, tokens) if pool is not None else 0
         told: dict[str, Any] = {"pos": n_prefix, "pool_prefix_len": pool.prefix_len if pool is not None else None}
         if source.messages is not None:
-            told["message"] = await self._message_at(source, source.messages, tokens, n_prefix)
+            told["message"] = await self.message_at(source, source.messages, tokens, n_prefix)
         return told
 
-    async def _message_at(self, source: Source, messages: list[dict[str, Any]], tokens: Tokens, pos: int) -> int | None:
+    async def message_at(self, source: Source, messages: list[dict[str, Any]], tokens: Tokens, pos: int) -> int | None:
         """Which message the token at ``pos`` is of, by rendering fewer of them: log2 times.
 
         None when it is of what stands before them (tools) or behind (the cue to answer), or the template refuses to

@@ -300,6 +300,22 @@ async def test_a_pool_that_a_prompt_leaves_names_the_message(engine: FakeEngine,
     assert divergence["span"]["differs_at"] == len("Here is the file.\nx = ")
 
 
+async def test_a_pool_whose_text_is_not_known_names_the_message_of_a_chat(engine: FakeEngine, proxy: Proxy) -> None:
+    """Of one that was made of tokens, or is back from the journal, the engine is asked."""
+    known = chat("Here is the file.", "Fine.", "Now look at x.", system=RULES)
+    tokens = engine.template.render(CHAT, known)[0][0]
+    await proxy.pool(tokens)
+    await post(proxy, chat("Here is the file.", "Good.", "Now look at x.", system=RULES, pool_id=1))
+    for _ in range(200):
+        divergence = (await latest(proxy))["divergence"]
+        if divergence["message"] is not None:
+            break
+        await asyncio.sleep(0.01)
+    assert (divergence["message"], divergence["role"], divergence["field"]) == (2, "assistant", "messages")
+    assert tokens[divergence["position"]] == ord("F")
+    assert divergence["span"] is None
+
+
 async def test_a_pool_of_tokens_tells_the_token_only(proxy: Proxy) -> None:
     await proxy.pool([*b"shared beginning of many"])
     await proxy.client.post("/completion", json={"prompt": "shared beginning of few", "n_predict": 2, "pool_id": 1})
