@@ -100,6 +100,10 @@ class SlotBook:
     def slot_of(self, session: SessionId) -> SlotId | None:
         return next((s.slot_id for s in self._slots if s.owner == session), None)
 
+    def serves(self, session: SessionId) -> bool:
+        """A request of this session was granted a slot, and has it still."""
+        return any(grant.ticket.session == session for grant in self._held.values())
+
     def owner_of(self, slot_id: SlotId) -> SessionId | None:
         return self._slots[slot_id].owner if 0 <= slot_id < len(self._slots) else None
 

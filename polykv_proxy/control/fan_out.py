@@ -274,9 +274,14 @@ class FanOut:
         return True
 
     def _may_lead(self, other: Prompt, prompt: Prompt, n_common: int) -> bool:
-        """It holds the cells, or will do so before this one: of two that wait for a slot the later one follows."""
+        """It holds the cells, or will do so before this one: of two that wait for a slot the later one follows, unless
+        it was granted one sooner, which the other may be in line for.
+        """
+        if other.turn.slot_id is not None and other.runs:
+            return True
         if other.runs:
-            return other.turn.slot_id is not None or other.number < prompt.number
+            may_go = self._slots.serves(other.session.session_id) or not self._slots.serves(prompt.session.session_id)
+            return may_go and other.number < prompt.number
         slot_id, n_held = self._slot_of(other), other.session.held_n_tokens
         if slot_id is not None and n_held is None:  # its last turn did not say
             slot = slot_in(self._watch.stats, slot_id)

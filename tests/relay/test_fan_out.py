@@ -9,6 +9,7 @@ import pytest
 import pytest_asyncio
 
 from polykv_proxy.control.automatic import MAX_AUTO_POOLS
+from polykv_proxy.relay.turn import STALE_MS
 from tests.fake_engine import FakeEngine, Hold, drop, reply
 from tests.relay.conftest import Proxy, ProxyMaker
 from tests.relay.dialect_cases import PATHS, SYSTEM, body_of, receipt_at
@@ -392,6 +393,31 @@ async def test_no_sequence_to_be_had_is_no_reason_to_fail(make_proxy: ProxyMaker
         await proxy.client.post(f"/polykv/pools/{pool['pool_id']}/pin")
         receipts = await asyncio.gather(*(ask(proxy, text) for text in WORDS[:4]))
         assert [r["cached_n_tokens"] for r in receipts] == [0] * 4
+
+
+async def test_who_has_a_slot_waits_for_nobody_who_is_in_line_for_it(make_proxy: ProxyMaker) -> None:
+    """No sequence to be had, one slot, and the second request gets it after the third: it is decided anew then."""
+    async with FakeEngine(max_pools=1, n_slots=1) as engine, make_proxy(engine.url) as proxy:
+        pool = await proxy.pool(tokens=[1, 2, 3])
+        await proxy.client.post(f"/polykv/pools/{pool['pool_id']}/pin")
+        prefill, render = Hold(), Hold()
+        engine.on(CHAT, "prefill", prefill)
+        requests = [asyncio.create_task(ask(proxy, WORDS[0]))]
+        await prefill.reached()
+        engine.on("render", "request", render)
+        requests.append(asyncio.create_task(ask(proxy, WORDS[1])))
+        await render.reached()
+        requests.append(asyncio.create_task(ask(proxy, WORDS[2])))
+        await until(lambda: proxy.control.fan_out.n_waiting == 1)
+        render.release()
+        await until(lambda: proxy.control.fan_out.n_waiting == 2)
+        engine.on(CHAT, "reply", decoded := Hold())
+        prefill.release()
+        await until(lambda: proxy.relay.desk.n_waiting == 2)
+        await asyncio.sleep(2 * STALE_MS / 1e3)
+        decoded.release()
+        receipts = await asyncio.wait_for(asyncio.gather(*requests), 20)
+        assert [r["pool_id"] for r in receipts] == [None] * 3
 
 
 async def test_an_engine_that_cannot_say_is_not_waited_for(engine: FakeEngine, proxy: Proxy) -> None:
