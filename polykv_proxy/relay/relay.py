@@ -24,8 +24,17 @@ from polykv_proxy.errors import (
     UpstreamError,
 )
 from polykv_proxy.ids import SlotId
+from polykv_proxy.json_levels import MAX_LEVELS, is_too_deep
 from polykv_proxy.relay.desk import SlotDesk
-from polykv_proxy.relay.dialects import ATTACHABLE, TAKES_A_SLOT, Call, Dialect, may_carry_fields, parse_json, read_call
+from polykv_proxy.relay.dialects import (
+    ATTACHABLE,
+    TAKES_A_SLOT,
+    Call,
+    Dialect,
+    may_carry_fields,
+    parse_json,
+    read_call,
+)
 from polykv_proxy.relay.engine_views import VIEWS, engine_view
 from polykv_proxy.relay.fields import BODY_FIELDS, OWN_HEADERS, Fields, in_headers, read_fields, session_in
 from polykv_proxy.relay.metrics import metrics_answer
@@ -194,6 +203,10 @@ class Relay:
             raise
         if not isinstance(body, dict):
             return None
+        if is_too_deep(raw, body):
+            if body.keys().isdisjoint(BODY_FIELDS):
+                return None
+            raise RequestError(f"the body has more than {MAX_LEVELS} levels: fields of the proxy cannot be taken out")
         if not body.keys().isdisjoint(BODY_FIELDS):
             say_if_refused(request, unread_headers(session_in(body, request.headers)))
         call = read_call(

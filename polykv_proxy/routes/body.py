@@ -21,6 +21,7 @@ from pydantic import (
 from polykv_proxy.control import Source
 from polykv_proxy.errors import ContextLengthExceeded, InvalidJson, RequestError
 from polykv_proxy.ids import SessionId
+from polykv_proxy.json_levels import MAX_LEVELS, is_too_deep
 from polykv_proxy.tree.pool import NAME_MAX
 from polykv_proxy.tree.prefix import TOKEN_MAX
 
@@ -158,6 +159,8 @@ async def read_body(request: web.Request, model: type[Read], n_ctx: int | None) 
         ) from e
     if not isinstance(parsed, dict):
         raise RequestError("the body must be a JSON object")
+    if is_too_deep(raw, parsed):
+        raise RequestError(f"the body has more than {MAX_LEVELS} levels")
     for name in _LISTS if n_ctx is not None else ():
         given = parsed.get(name)
         if isinstance(given, list) and n_ctx is not None and len(given) > n_ctx:
