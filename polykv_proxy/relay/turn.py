@@ -171,6 +171,7 @@ class TurnRelay:
         if self._control.watch.hooks is False:
             if call.n_finals == 1:
                 may_pin = call.own_slot is None and call.body.get("cache_prompt") is not False
+                may_pin &= call.dialect is not Dialect.MESSAGES  # its converter drops the slot without our patch
                 self._pin = await self._control.plain.begin(session, said, may_pin=may_pin)
                 self._record.displaced = self._pin.displaced
             return None

@@ -128,6 +128,35 @@ def test_sessions_keep_slots_and_the_control_plane_says_what_is_missing(stock: S
     assert 'opencoti_polykv:sessions{state="idle"}' in metrics
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
+def test_agents_are_pinned_where_the_dialect_can_name_a_slot(stock: Stock, noise: Noise, path: str) -> None:
+    """Its converter of Messages drops the slot, so none is named there."""
+    said: dict[str, list[dict[str, Any]]] = {f"{path} {name}": [] for name in "ab"}
+    receipts: list[dict[str, Any]] = []
+    for n_turn in range(2):
+        for number, (name, messages) in enumerate(said.items()):
+            messages.append({"role": "user", "content": noise.text(10 * n_turn + number, 60)})
+            body: dict[str, Any] = {"max_tokens": 1, "model": "any"}
+            if "responses" in path:
+                body = {"max_output_tokens": 1, "instructions": noise.text(99, 60), "input": messages}
+            elif "chat" in path:
+                body["messages"] = [{"role": "system", "content": noise.text(99, 60)}, *messages]
+            else:
+                body |= {"system": noise.text(99, 60), "messages": messages}
+            answer = stock.http.post(path, json=body, headers={"x-session-affinity": name})
+            assert answer.status_code == 200, answer.text
+            receipts += stock.http.get("/polykv/requests?last=1").json()["requests"]
+    slots = [receipt["slot_id"] for receipt in receipts]
+    if path == "/v1/messages":
+        assert slots == [None] * 4
+        return
+    assert slots[0] != slots[1]
+    assert slots[2:] == slots[:2]
+    for first, second in zip(receipts[:2], receipts[2:], strict=True):
+        # All of the first prompt but the opening of the answer, which the next one does not repeat.
+        assert second["cached_n_tokens"] > first["cached_n_tokens"] + first["prompt_n"] - 12
+
+
 def test_a_request_never_waits_behind_somebody_who_uses_the_engine_directly(stock: Stock, noise: Noise) -> None:
     prompt = noise(1, 100)
     stock.ask(prompt, "agent")
