@@ -348,6 +348,8 @@ class FanOut:
             if slot is not None and self._holds_enough(flight, slot):
                 if await self._share(flight, SlotId(slot.id)):
                     return True
+            elif slot is not None and flight.leader.runs and slot.state == "generating":
+                self._miss(flight, f"slot {slot.id} generates behind another prompt")
             elif not flight.leader.runs and (slot is None or slot.idle) and not self._hand_over(flight, slot):
                 return False
             await asyncio.sleep(LOOK_S)
@@ -374,14 +376,18 @@ class FanOut:
         try:
             await self._pools.of_beginning(slot_id, flight.tokens[: flight.n_wanted])
         except (SessionNotResident, PrefixMismatch) as e:
-            flight.n_misses += 1
-            if flight.n_misses >= MAX_MISSES:
-                raise
-            log.debug("slot %d cannot be shared yet: %s", slot_id, e.message)
+            self._miss(flight, f"slot {slot_id} cannot be shared yet: {e.message}")
             if not flight.leader.runs:
                 flight.slot_id = None  # another one's by now
             return False
         return True
+
+    def _miss(self, flight: _Flight, why: str) -> None:
+        """Raises:  SessionNotResident (409) after too many of them"""
+        log.debug("%s", why)
+        flight.n_misses += 1
+        if flight.n_misses >= MAX_MISSES:
+            raise SessionNotResident(why)
 
     def _hand_over(self, flight: _Flight, slot: SlotStats | None) -> bool:
         """The leader is gone too early: the first who waits leads on, in the same slot if it can be had."""

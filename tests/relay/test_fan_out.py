@@ -420,6 +420,22 @@ async def test_who_has_a_slot_waits_for_nobody_who_is_in_line_for_it(make_proxy:
         assert [r["pool_id"] for r in receipts] == [None] * 3
 
 
+async def test_a_first_one_that_decodes_behind_another_prompt_is_not_waited_for(
+    engine: FakeEngine, proxy: Proxy
+) -> None:
+    """What the engine made of its body is not what the engine rendered for us: that is never shared."""
+    hold = Hold()
+    engine.on(CHAT, "chunk:1", hold)
+    first = asyncio.create_task(ask(proxy, WORDS[0], stream=True))
+    await hold.reached()
+    (slot,) = [slot for slot in engine.slots if slot.state == "generating"]
+    slot.n_prompt += 1
+    receipt = await asyncio.wait_for(ask(proxy, WORDS[1]), 20)
+    assert (receipt["pool_id"], receipt["cached_n_tokens"], first.done()) == (None, 0, False)
+    hold.release()
+    await first
+
+
 async def test_an_engine_that_cannot_say_is_not_waited_for(engine: FakeEngine, proxy: Proxy) -> None:
     await ask(proxy, WORDS[0])
     hold = Hold()
