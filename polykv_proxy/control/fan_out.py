@@ -231,6 +231,10 @@ class FanOut:
             flight = self._begin(leader, n_common)
         return flight, n_common
 
+    def follows(self, turn: Turn) -> bool:
+        """Whether it is known how this request begins, so that it can be shared."""
+        return self._prompts.find(turn) is not None
+
     async def share(self, turn: Turn, tokens: Tokens, n_tokens: int) -> bool:
         """Make a pool of how a request begins that is with the engine, when its slot holds that. Gives whether it is.
 

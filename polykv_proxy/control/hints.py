@@ -36,6 +36,7 @@ log = logging.getLogger("polykv.hints")
 MAX_KNOWN = 1024
 NOTHING = PoolId(-1)
 MAX_UNUSED = 8
+MAX_FAILED = 3
 MAX_FOLLOWED = 8
 """Requests whose marks are looked at at the same time; those of others are not."""
 
@@ -80,6 +81,7 @@ class Hints:
         self._tree, self._engine, self._pools, self._fan_out = tree, engine, pools, fan_out
         self._may_change = may_change
         self._known: OrderedDict[int, PoolId | None] = OrderedDict()
+        self._failed: dict[int, int] = {}
         self._made: deque[PoolId] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -117,6 +119,8 @@ class Hints:
             there = pool_id == NOTHING or (pool_id is not None and pool_id in self._tree)
             if there or not (is_known or is_first):
                 continue
+            if not self._fan_out.follows(turn):
+                return
             try:
                 if tokens is None:
                     tokens = await self._render(path, dict(body))
@@ -140,7 +144,14 @@ class Hints:
 
     async def _make(self, key: int, turn: Turn, tokens: Tokens, n_tokens: int) -> None:
         if not await self._fan_out.share(turn, tokens, n_tokens):
+            # Its slot went to somebody else, or there was no room: the next request that begins so tries again.
+            n_failed = self._failed[key] = self._failed.pop(key, 0) + 1
+            if n_failed >= MAX_FAILED:
+                self._note(key, NOTHING)
+            if len(self._failed) > MAX_KNOWN:
+                del self._failed[next(iter(self._failed))]
             return
+        self._failed.pop(key, None)
         match = self._tree.match(tokens[:n_tokens])
         pool = self._tree.find(match.pool_id) if match is not None else None
         if pool is None or not pool.auto or pool.prefix_len != n_tokens:

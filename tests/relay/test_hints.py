@@ -11,6 +11,7 @@ from polykv_proxy.control.hints import MAX_UNUSED
 from polykv_proxy.relay.dialects import read_call
 from polykv_proxy.relay.hints import MAX_MARKS, beginnings_in
 from tests.fake_engine import FakeEngine
+from tests.fake_engine.faults import reply
 from tests.relay.conftest import Proxy, ProxyMaker
 
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
@@ -111,6 +112,26 @@ async def test_too_short_a_beginning_is_none_and_is_looked_at_once(engine: FakeE
     await post(proxy, MESSAGES, marked(MESSAGES, "Cherries." * 30, rules="Be brief."))
     assert await settled(proxy) == []
     assert len(engine.requests(RENDER)) <= n_rendered + 1
+
+
+async def test_a_request_that_names_its_pool_costs_no_rendering(engine: FakeEngine, proxy: Proxy) -> None:
+    await proxy.pool([*b"shared"])
+    await post(proxy, MESSAGES, {**marked(MESSAGES, "Apples?"), "pool_id": 1})
+    assert [pool.pool_id for pool in await settled(proxy)] == [1]
+    assert len(engine.requests(RENDER)) == 1  # to compare it with the pool
+
+
+async def test_what_cannot_be_shared_is_tried_three_times(engine: FakeEngine, proxy: Proxy) -> None:
+    engine.on("snapshot", "request", reply(503, {"error": {"code": 503, "message": "full"}}), times=None)
+    n_rendered = []
+    for n in range(5):
+        await post(proxy, MESSAGES, {**marked(MESSAGES, f"q{n}"), "session_id": "s"})
+        await settled(proxy)
+        n_rendered.append(len(engine.requests(RENDER)))
+    assert n_rendered[0] == 4  # the prompt, and three that go on in other ways
+    assert n_rendered[2] - n_rendered[1] > 2
+    assert n_rendered[4] - n_rendered[3] <= 1
+    assert len(proxy.control.tree) == 0
 
 
 async def test_without_automatic_pools_marks_mean_nothing(engine: FakeEngine, make_proxy: ProxyMaker) -> None:

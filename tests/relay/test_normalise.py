@@ -134,8 +134,9 @@ def test_only_system_prompts_and_only_what_was_asked_for() -> None:
             assert pin(MESSAGES, body) == (body, ())
     pin = Pinner("billing")
     for n in (10, 11):
-        late = {"system": f"{RULES}\n{billing.format(n)}", "messages": []}
-        assert pin(MESSAGES, late) == (late, ())
+        for late in (f"{RULES}\n{billing.format(n)}", [{"text": RULES}, {"text": billing.format(n)}]):
+            body = {"system": late, "messages": []}
+            assert pin(MESSAGES, body) == (body, ())
 
 
 def test_who_names_nobody_gets_no_date_of_another_prompt() -> None:
