@@ -90,6 +90,9 @@ class Settings(BaseSettings):
     default_mode: Literal["advisory", "enforced"] | None = Field(
         None, description="Admission mode of pools without a policy of their own."
     )
+    metrics_aliases: Literal["vllm"] | None = Field(
+        None, description="Gauges of /metrics also under the names that another server gives them; none = ours only."
+    )
     rewrite_tool_choice: bool = Field(True, description="A named tool_choice reaches the engine as 'required'.")
     normalise: Annotated[tuple[Literal["billing", "date"], ...], NoDecode] = Field(
         (),
@@ -136,7 +139,10 @@ class Settings(BaseSettings):
             value = [part.strip() for part in value.split(",") if part.strip()]
         return tuple(dict.fromkeys(value)) if isinstance(value, list | tuple) else value
 
-    @field_validator("upstream_api_key", "admin_key", "state", "default_target_tps", "default_mode", mode="before")
+    @field_validator(
+        *("upstream_api_key", "admin_key", "state", "default_target_tps", "default_mode", "metrics_aliases"),
+        mode="before",
+    )
     @classmethod
     def _empty_is_none(cls, value: Any) -> Any:
         """An empty environment variable means that nothing was set."""

@@ -325,7 +325,7 @@ class Control:
 
     def readings(self) -> Readings:
         """What monitoring reads, from memory."""
-        return take_readings(self.tree, self.watch, self.views, self.tier)
+        return take_readings(self.tree, self.watch, self.views, self.tier, rates=self.rates, sessions=self.sessions)
 
     async def facts(self) -> Facts:
         """What the doctor looks at, as fresh as can be had."""

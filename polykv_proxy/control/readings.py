@@ -7,11 +7,14 @@ thousands of series; automatic ones are counted together.
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import PurePath
 
+from polykv_proxy.control.rates import Rates
 from polykv_proxy.control.tier import Tier, TierFacts
 from polykv_proxy.control.views import Views
 from polykv_proxy.control.watch import EngineWatch
 from polykv_proxy.ids import PoolId
+from polykv_proxy.sessions import SessionBook
 from polykv_proxy.tree.accounting import kv_bytes
 from polykv_proxy.tree.pool import RESIDENCIES, Pool, Residency
 from polykv_proxy.tree.tree import PoolTree
@@ -22,9 +25,9 @@ AUTO = "auto"
 
 @dataclass(slots=True)
 class PoolReading:
-    """One pool, or all automatic ones. ``tps``: tokens per second of those who decode on it now."""
+    """One pool, or all automatic ones. ``tps``: tokens per second of those who decode on it now; None: not known."""
 
-    tps: float = 0.0
+    tps: float | None = 0.0
     kv_bytes: int = 0
     n_sessions: int = 0
     n_queries: int = 0
@@ -35,7 +38,10 @@ class PoolReading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Readings:
-    """None: not known, and then not shown. ``epoch``: which start of the engine this is."""
+    """None: not known, and then not shown. ``epoch``: which start of the engine this is.
+
+    ``n_running``, ``n_waiting``: requests that the engine is at, and those that wait, here or there.
+    """
 
     engine_up: bool
     epoch: str | None
@@ -48,9 +54,16 @@ class Readings:
     cells_total: int | None
     cells_high: int | None
     warm: TierFacts
+    aggregate_tps: float | None
+    mean_active_tps: float | None
+    n_running: int
+    n_waiting: int
+    model: str | None
 
 
-def take_readings(tree: PoolTree, watch: EngineWatch, views: Views, tier: Tier) -> Readings:
+def take_readings(
+    tree: PoolTree, watch: EngineWatch, views: Views, tier: Tier, *, rates: Rates, sessions: SessionBook
+) -> Readings:
     stats = watch.stats
     up = watch.state == "ready"
     cells = stats.cells if stats is not None and up and not watch.sleeping else None
@@ -69,12 +82,19 @@ def take_readings(tree: PoolTree, watch: EngineWatch, views: Views, tier: Tier) 
             continue
         label = named[pool.pool_id] = AUTO if pool.auto else pool.label
         _add_pool(pools.setdefault(label, PoolReading()), pool, own_cells.get(pool.pool_id, 0) if up else 0, per_token)
+    live = rates.is_live()
     for session in facts:
         if session.pool_id in named:
             reading = pools[named[session.pool_id]]
             reading.n_sessions += 1
-            if session.state == "decoding":
-                reading.tps += session.tps_ewma or 0.0
+            if session.state == "decoding" and session.tps_ewma is not None and reading.tps is not None:
+                reading.tps += session.tps_ewma
+    for reading in pools.values():
+        reading.tps = reading.tps if live else None
+    decoding = [s.tps_ewma for s in facts if s.state == "decoding" and s.tps_ewma is not None]
+    n_sent = sum(turn.sent_s is not None for turn in sessions.running.values())
+    n_deferred = stats.n_deferred if live and stats is not None else 0
+    n_busy = sum(not slot.idle for slot in stats.slots) if live and stats is not None else 0
     return Readings(
         engine_up=up,
         epoch=watch.epoch,
@@ -87,6 +107,11 @@ def take_readings(tree: PoolTree, watch: EngineWatch, views: Views, tier: Tier) 
         cells_total=cells.total if cells is not None else None,
         cells_high=cells.hi if cells is not None else None,
         warm=tier.facts(),
+        aggregate_tps=rates.aggregate_tps(),
+        mean_active_tps=sum(decoding) / len(decoding) if live and decoding else None,
+        n_running=max(n_sent - n_deferred, n_busy),  # some are relayed unread: the engine's own count has them
+        n_waiting=len(sessions.running) - n_sent + n_deferred,
+        model=PurePath(stats.model.path).name if stats is not None and stats.model.path else None,
     )
 
 

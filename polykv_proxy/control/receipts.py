@@ -81,6 +81,8 @@ class RequestRecord:
     """The code that the proxy answered with; ``incomplete``: the client left, or the reply broke off."""
     held: dict[str, int] = field(default_factory=dict)
     """Why it waited, and how long in ms."""
+    held_s: float = 0.0
+    """All of that together."""
     displaced: tuple[Displaced, ...] = ()
     divergence: Divergence | None = None
     normalised: tuple[str, ...] = ()
@@ -90,6 +92,7 @@ class RequestRecord:
         ms = round(seconds * 1e3)
         if ms:
             self.held[why] = self.held.get(why, 0) + ms
+            self.held_s += seconds
         return ms
 
     @property

@@ -6,7 +6,7 @@ sessions. A scrape changes nothing.
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
@@ -18,21 +18,24 @@ from polykv_proxy.control import Control
 from polykv_proxy.control.readings import PoolReading, Readings
 from polykv_proxy.control.tier import TierFacts
 from polykv_proxy.errors import UpstreamError
+from polykv_proxy.relay.costs import Costs
+from polykv_proxy.relay.costs_exposed import as_vllm, of_costs
 from polykv_proxy.tree.pool import Residency
 
 log = logging.getLogger("polykv.metrics")
 
 PREFIX = "opencoti_polykv:"
 
-_PoolMetric = tuple[str, str, Callable[[PoolReading], float]]
+_PoolMetric = tuple[str, str, Callable[[PoolReading], float | None]]
 
 ENGINE_PATIENCE_S = 2.0
 """llama-server answers between two batches; who scrapes gives up after 10 s, by default."""
 
 
-async def metrics_answer(control: Control) -> web.Response:
+async def metrics_answer(control: Control, costs: Costs) -> web.Response:
+    own = await _of_engine(control)
     return web.Response(
-        body=await _of_engine(control) + exposition(control.readings()),
+        body=own + exposition(control.readings(), costs, aliases=control.settings.metrics_aliases),
         headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4},
     )
 
@@ -56,11 +59,25 @@ async def _of_engine(control: Control) -> bytes:
     return text if not text or text.endswith(b"\n") else text + b"\n"
 
 
-def exposition(readings: Readings) -> bytes:
+def exposition(readings: Readings, costs: Costs, *, aliases: str | None = None) -> bytes:
     """Our part of the page."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Ours(readings))
+    registry.register(_Given(of_costs(costs)))
+    if aliases == "vllm":
+        registry.register(_Given(as_vllm(readings, costs)))
     return generate_latest(registry)
+
+
+class _Given(Collector):
+    def __init__(self, metrics: Iterable[Metric]):
+        self._metrics = metrics
+
+    def describe(self) -> list[Metric]:
+        return []  # registering must not ask for samples
+
+    def collect(self) -> Iterable[Metric]:
+        return self._metrics
 
 
 class _Ours(Collector):
@@ -85,8 +102,10 @@ class _Ours(Collector):
             ("seq_ids_used", "Sequences of the engine that hold a pool.", readings.seq_ids_used),
             ("seq_ids_max", "Sequences that the engine has for pools.", readings.seq_ids_max),
             ("kv_cells_used", "Cells of the KV cache that hold something.", readings.cells_used),
-            ("kv_cells_total", "Cells of the KV cache.", readings.cells_total),
+            ("kv_cells_max", "Cells of the KV cache.", readings.cells_total),
             ("kv_cells_high", "Highest used cell + 1: what every decode scans.", readings.cells_high),
+            ("aggregate_tps", "Tokens per second that the engine decodes.", readings.aggregate_tps),
+            ("mean_active_tps", "Mean tokens per second of the sessions that decode.", readings.mean_active_tps),
         )
         yield from (_gauge(name, what, value) for name, what, value in known if value is not None)
         yield from _of_warm_tier(readings.warm)
@@ -111,10 +130,12 @@ def _of_pools(readings: Readings) -> Iterator[Metric]:
 
 
 def _per_pool(
-    metric: GaugeMetricFamily | CounterMetricFamily, readings: Readings, of: Callable[[PoolReading], float]
+    metric: GaugeMetricFamily | CounterMetricFamily, readings: Readings, of: Callable[[PoolReading], float | None]
 ) -> Metric:
     for label, pool in sorted(readings.pools.items()):
-        metric.add_metric([label], of(pool))
+        value = of(pool)
+        if value is not None:
+            metric.add_metric([label], value)
     return metric
 
 

@@ -25,6 +25,7 @@ from polykv_proxy.errors import (
 )
 from polykv_proxy.ids import SlotId
 from polykv_proxy.json_levels import MAX_LEVELS, is_too_deep
+from polykv_proxy.relay.costs import Costs
 from polykv_proxy.relay.desk import SlotDesk
 from polykv_proxy.relay.dialects import (
     ATTACHABLE,
@@ -71,6 +72,7 @@ class Relay:
         control.deliver_grants = self.desk.deliver
         control.plain.n_elsewhere = lambda: self.n_floating
         self.draining = False
+        self.costs = Costs()
         self.n_running = 0
         self.idle = asyncio.Event()
         self.idle.set()
@@ -157,7 +159,7 @@ class Relay:
 
     async def _serve(self, request: web.Request, target: str, path: str, request_id: str) -> web.StreamResponse:
         if path == "/metrics" and request.method == "GET":
-            return await metrics_answer(self.control)
+            return await metrics_answer(self.control, self.costs)
         if path in VIEWS and request.method == "GET":
             return await engine_view(request, self.control, target, request_id)
         takes_a_slot = request.method == "POST" and path in TAKES_A_SLOT
@@ -174,6 +176,7 @@ class Relay:
             with self._floating():
                 return await self._plain(request, target, path, request_id, await relayed_body(request))
         raw = await read_body(request, self.control.settings.max_body_bytes)
+        read_s = self.clock()
         call = self._read(request, path, raw, by_header=by_header)
         if call is None and by_header:
             self._check_strict(read_fields({}, request.headers))
@@ -181,7 +184,16 @@ class Relay:
             with self._floating():
                 return await self._plain(request, target, path, request_id, raw)
         self._check_strict(call.fields)
-        turn = TurnRelay(self.control, self.desk, self.clock, request=request, target=target, call=call)
+        turn = TurnRelay(
+            self.control,
+            self.desk,
+            self.clock,
+            request=request,
+            target=target,
+            call=call,
+            costs=self.costs,
+            read_s=read_s,
+        )
         if self._normaliser is not None:
             turn.normalised = self._normaliser.apply(call, speaker_in(call, request.headers).family)
         if call.n_finals == 1:

@@ -25,6 +25,7 @@ from polykv_proxy.control.receipts import RequestRecord
 from polykv_proxy.conversation import Conversation
 from polykv_proxy.errors import PolyKVError, UpstreamError
 from polykv_proxy.ids import SlotId
+from polykv_proxy.relay.costs import Costs
 from polykv_proxy.relay.desk import SlotDesk
 from polykv_proxy.relay.dialects import Call, Dialect, conversation_of
 from polykv_proxy.relay.fields import OWN_HEADERS
@@ -64,8 +65,12 @@ class TurnRelay:
         request: web.Request,
         target: str,
         call: Call,
+        costs: Costs,
+        read_s: float,
     ):
         self._control, self._desk, self._clock = control, desk, clock
+        self._costs, self._read_s = costs, read_s
+        self._engine_done_s: float | None = None
         self._request, self._target, self._call = request, target, call
         self._books: SessionBook = control.sessions
         self._plan: AttachPlan | None = None
@@ -115,6 +120,9 @@ class TurnRelay:
             if unheard_of and self._status != 200 and self._books.get(session.session_id) is session:
                 self._control.drop_session(session.session_id)  # it was told nothing that it could come back to
             record.status, record.ended_s = self._status, self._clock()
+            self._costs.ended(record.held, usage)
+            if self._engine_done_s is not None:
+                self._costs.after.add(record.ended_s - self._engine_done_s)
             record.slot_id = self._pin.slot_id if self._pin is not None else self._slot_id
             if self._sent and not self._complete and record.error is None:
                 record.error = "incomplete"
@@ -237,7 +245,9 @@ class TurnRelay:
         if self._pin is not None:
             slot_id = self._pin.slot_id
         body = rewrite(self._call, self._plan, slot_id)
-        self._turn.sent(self._clock(), slot_id, self._plan.pool_id if self._plan is not None else None)
+        sent_s = self._clock()
+        self._turn.sent(sent_s, slot_id, self._plan.pool_id if self._plan is not None else None)
+        self._costs.sent(sent_s - self._read_s - self._record.held_s)
         self._sent = True
         if self._control.hints.on and (marked := beginnings_in(self._call)):
             tokens = self._plan.tokens if self._plan is not None else None
@@ -287,7 +297,7 @@ class TurnRelay:
                     self._learn_rate(usage)
                 if out:
                     await send(self._request, response, out)
-            self._complete, self._failed = True, reader.failed
+            self._complete, self._failed, self._engine_done_s = True, reader.failed, self._clock()
         except UpstreamError as e:
             return await cut(self._request, response, e, call.dialect, sse=True, mid_line=reader.mid_line)
         if rest := reader.finish():
@@ -307,7 +317,7 @@ class TurnRelay:
             n += len(chunk)
             if n > MAX_WHOLE_REPLY:
                 return await self._whole_too_long(upstream, extra, pieces)
-        self._complete = True
+        self._complete, self._engine_done_s = True, self._clock()
         body = b"".join(pieces)
         try:
             add_whole(usage, orjson.loads(body))
@@ -340,7 +350,7 @@ class TurnRelay:
                 if n <= MAX_WHOLE_REPLY:
                     pieces.append(chunk)
                 await send(self._request, response, chunk)
-            self._complete = True
+            self._complete, self._engine_done_s = True, self._clock()
         except UpstreamError as e:
             return await cut(self._request, response, e, self._call.dialect, sse=False)
         await response.write_eof()

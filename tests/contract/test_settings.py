@@ -29,6 +29,7 @@ TABLE = {
     "POLYKV_PIN_MAX_FRACTION": (0.5, "1", 1),
     "POLYKV_DEFAULT_TARGET_TPS": (None, "7.5", 7.5),
     "POLYKV_DEFAULT_MODE": (None, "enforced", "enforced"),
+    "POLYKV_METRICS_ALIASES": (None, "vllm", "vllm"),
     "POLYKV_REWRITE_TOOL_CHOICE": (True, "off", False),
     "POLYKV_NORMALISE": ((), "billing, date,billing", ("billing", "date")),
     "POLYKV_MAX_BODY_BYTES": (33554432, "2048", 2048),

@@ -1,13 +1,18 @@
 """``GET /metrics``: the engine's own page and ours behind it, with the right numbers, whatever the engine does."""
 
+import asyncio
+import itertools
+
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from polykv_proxy.errors import UpstreamUnavailable
+from polykv_proxy.relay.costs import BUCKETS_S, Histogram
 from tests.fake_engine import FakeEngine
 from tests.fake_engine.faults import Hold, reply
 from tests.relay.conftest import Proxy, ProxyMaker
+from tests.relay.raw import until
 
 OURS = "opencoti_polykv:"
 PREFIX = list(range(100, 140))
@@ -68,7 +73,7 @@ async def test_cells_are_those_that_the_engine_told_last(engine: FakeEngine, pro
     shown = await scrape(proxy)
     assert shown["kv_cells_used"] == {(): cells["used"]}
     assert shown["kv_cells_used"][()] >= len(PREFIX)
-    assert shown["kv_cells_total"] == {(): cells["total"]}
+    assert shown["kv_cells_max"] == {(): cells["total"]}
     assert shown["kv_cells_high"] == {(): cells["hi"]}
 
 
@@ -104,8 +109,7 @@ async def test_an_engine_without_metrics_or_gone_leaves_ours(engine: FakeEngine,
         await proxy.control.refresh()
     shown = await scrape(proxy)
     assert shown["engine_up"] == {(): 0}
-    assert "kv_cells_used" not in shown
-    assert "pools" not in shown
+    assert not {"kv_cells_used", "pools", "gen_throughput_tps", "aggregate_tps", "mean_active_tps"} & shown.keys()
 
 
 async def test_an_engine_that_does_not_answer_in_time_leaves_ours(
@@ -158,3 +162,127 @@ async def test_what_is_saved_outside_the_cache(make_proxy: ProxyMaker) -> None:
         assert back["warm_hits_total"] == {("ram",): 1, ("disk",): 0}
         assert back["pools"][("resident",)] == 1
         assert back["warm_load_seconds_total"][()] > 0
+
+
+async def test_what_is_decoded_now(engine: FakeEngine, proxy: Proxy) -> None:
+    await proxy.pool(PREFIX, "desk")
+    engine.token_s = 0.01
+    names = [("a", "desk"), ("b", "desk"), ("c", None)]
+    tasks = [
+        asyncio.create_task(ask(proxy, [*PREFIX, i] if pool else [i], n_predict=4000, session_id=name, pool_id=pool))
+        for i, (name, pool) in enumerate(names)
+    ]
+    await until(lambda: sum(slot.n_decoded > 2 and slot.state == "generating" for slot in engine.slots) == 3)
+    for name, rate in (("a", 30.0), ("b", 10.0), ("c", 5.0)):
+        session = proxy.control.sessions.get(name)  # type: ignore[arg-type]
+        assert session is not None
+        engine.slots[session.slot_id].tps_ewma = rate
+    await proxy.control.refresh()
+    shown = await scrape(proxy)
+    assert shown["gen_throughput_tps"] == {("desk",): 40.0}
+    assert shown["mean_active_tps"] == {(): 15.0}
+    assert shown["sessions"] == {("decoding",): 3}
+    await until(proxy.control.rates.aggregate_tps)
+    assert 0 < (await scrape(proxy))["aggregate_tps"][()] <= 300
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    await proxy.control.refresh()
+    assert (await scrape(proxy))["gen_throughput_tps"] == {("desk",): 0.0}
+
+
+async def test_what_the_proxy_takes_of_a_request(engine: FakeEngine, proxy: Proxy) -> None:
+    for stream in (False, True):
+        for fields in ({}, {"session_id": "a"}):
+            await ask(proxy, [1, 2, 3], stream=stream, **fields)
+    shown = await scrape(proxy)
+    for phase in ("before", "after"):
+        assert shown["proxy_overhead_seconds_count"][phase,] == 4
+        buckets = [n for labels, n in shown["proxy_overhead_seconds_bucket"].items() if phase in labels]
+        assert (buckets, buckets[-1], len(buckets)) == (sorted(buckets), 4, len(BUCKETS_S) + 1)
+        assert 0 < shown["proxy_overhead_seconds_sum"][phase,] < 4
+    assert "holds_total" not in shown
+
+
+async def test_a_request_that_waits_is_held_not_slow(engine: FakeEngine, proxy: Proxy) -> None:
+    hold = Hold()
+    engine.on("/completion", "prefill", hold, times=None)
+    tasks = [asyncio.create_task(ask(proxy, [9 * i], session_id=f"s{i}")) for i in range(5)]
+    await until(lambda: hold.n == 4 and proxy.relay.desk.n_waiting == 1)
+    await asyncio.sleep(0.3)
+    waiting = await scrape(proxy)
+    assert waiting["sessions"] == {("prefilling",): 4, ("waiting",): 1}
+    hold.release()
+    await asyncio.gather(*tasks)
+    shown = await scrape(proxy)
+    assert shown["holds_total"] == {("slot",): 1}
+    assert shown["hold_seconds_total"]["slot",] >= 0.3
+    assert shown["proxy_overhead_seconds_count"]["before",] == 5
+    assert shown["proxy_overhead_seconds_sum"]["before",] < shown["hold_seconds_total"]["slot",]
+
+
+def test_a_limit_belongs_to_its_bucket() -> None:
+    histogram = Histogram()
+    for seconds in (0.0, 0.0001, 0.00011, 2.5, 99.0):
+        histogram.add(seconds)
+    assert (histogram.n[0], histogram.n[1], histogram.n[-2], histogram.n[-1]) == (2, 1, 1, 1)
+    assert histogram.sum_s == pytest.approx(101.50021)
+
+
+async def test_names_that_dashboards_of_vllm_know(engine: FakeEngine, make_proxy: ProxyMaker) -> None:
+    async with make_proxy(engine.url, metrics_aliases="vllm") as proxy:
+        await ask(proxy, PREFIX, session_id="a")
+        await ask(proxy, [*PREFIX, 1, 2], session_id="a")
+        hold = Hold()
+        engine.on("/completion", "prefill", hold, times=None)
+        tasks = [asyncio.create_task(ask(proxy, [9 * i], session_id=f"s{i}")) for i in range(6)]
+        await until(lambda: hold.n == 4 and proxy.relay.desk.n_waiting == 2)
+        await proxy.control.refresh()
+        page = (await proxy.client.get("/metrics")).text
+        families = {family.name: family for family in text_string_to_metric_families(page)}
+        told = {name: families[f"vllm:{name}"].samples[0] for name in ("num_requests_running", "num_requests_waiting")}
+        assert {name: sample.value for name, sample in told.items()} == {
+            "num_requests_running": 4,
+            "num_requests_waiting": 2,
+        }
+        assert told["num_requests_running"].labels == {"model_name": "toy.gguf", "engine": "0"}
+        assert families["vllm:prefix_cache_queries"].samples[0].value == 2 * len(PREFIX) + 2
+        assert families["vllm:prefix_cache_hits"].samples[0].value == len(PREFIX) + 3
+        assert "vllm:prefix_cache_hits_total{" in page
+        hold.release()
+        await asyncio.gather(*tasks)
+        stats = await proxy.control.refresh()
+        assert stats is not None
+        assert stats.cells is not None
+        page = (await proxy.client.get("/metrics")).text
+        told_usage = [line for line in page.splitlines() if line.startswith("vllm:kv_cache_usage_perc{")]
+        assert [float(line.split()[-1]) for line in told_usage] == [stats.cells.used / stats.cells.total]
+        assert stats.cells.used
+
+
+async def test_without_being_asked_for_there_are_none(proxy: Proxy) -> None:
+    assert "vllm:" not in (await proxy.client.get("/metrics")).text
+
+
+async def test_the_page_is_one_that_promtool_likes(engine: FakeEngine, make_proxy: ProxyMaker) -> None:
+    """Its rules: a help text and a type once for each name, counters end in _total and nothing else does, no sample
+    twice, and a family's samples in one place."""
+    async with make_proxy(engine.url, metrics_aliases="vllm") as proxy:
+        await proxy.pool(PREFIX, "desk")
+        await ask(proxy, [*PREFIX, 1], pool_id="desk", session_id="a")
+        page = (await proxy.client.get("/metrics")).text
+    ours = page[page.index("# HELP opencoti_polykv:") :]
+    assert ours.endswith("\n")
+    lines = ours.splitlines()
+    helps = [line.split()[2] for line in lines if line.startswith("# HELP ")]
+    types = {line.split()[2]: line.split()[3] for line in lines if line.startswith("# TYPE ")}
+    assert sorted(helps) == sorted(set(helps)) == sorted(types)
+    assert all(len(line.split(maxsplit=3)) == 4 for line in lines if line.startswith("# HELP "))
+    for name, kind in types.items():
+        assert (kind == "counter") == name.endswith("_total"), name
+    samples = [line.rpartition(" ")[0] for line in lines if not line.startswith("#")]
+    assert len(samples) == len(set(samples))
+    order = [family for family, _ in itertools.groupby(sample.partition("{")[0] for sample in samples)]
+    plain = [name for name in order if not name.startswith("opencoti_polykv:proxy_overhead_seconds")]
+    assert len(plain) == len(set(plain))
+    assert list(text_string_to_metric_families(page))
