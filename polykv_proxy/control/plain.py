@@ -130,7 +130,7 @@ class PlainEngine:
 
     async def beat(self) -> None:
         """Look while something of ours runs."""
-        if self._shows and self._sessions.n_running:
+        if self.pins and self._sessions.n_running:
             await self._look_soon()
 
     async def _look_soon(self) -> list[PlainSlot] | None:

@@ -116,7 +116,7 @@ class TurnRelay:
             answered = said if self._complete and self._status == 200 and not self._failed else None
             self._books.end(self._turn, usage, self._clock(), said=answered)
             if self._pin is not None:
-                self._control.plain.end(self._pin, usage.ctx_used if self._complete else None)
+                self._control.plain.end(self._pin, usage.ctx_used)
             if unheard_of and self._status != 200 and self._books.get(session.session_id) is session:
                 self._control.drop_session(session.session_id)  # it was told nothing that it could come back to
             record.status, record.ended_s = self._status, self._clock()

@@ -135,6 +135,24 @@ async def test_more_at_once_than_slots_are_queued_by_the_engine(stock: FakeEngin
     assert sent(stock)["id_slot"] is not None, "nobody is on the way any more"
 
 
+async def test_while_something_else_is_on_its_way_to_a_slot_none_is_named(stock: FakeEngine, proxy: Proxy) -> None:
+    arrived, go_on = asyncio.Event(), asyncio.Event()
+
+    async def hold(request: Any) -> None:
+        arrived.set()
+        await go_on.wait()
+
+    stock.on("/infill", "request", hold)
+    other = asyncio.create_task(proxy.client.post("/infill", json={"input_prefix": "x", "input_suffix": "y"}))
+    await arrived.wait()
+    await Agent(proxy, "a").turn()
+    assert "id_slot" not in sent(stock)
+    go_on.set()
+    await other
+    await Agent(proxy, "b").turn()
+    assert "id_slot" in sent(stock)
+
+
 async def test_a_client_that_leaves_leaves_the_books_in_order(stock: FakeEngine, proxy: Proxy) -> None:
     agent = Agent(proxy, "a")
     await agent.turn()
