@@ -1,14 +1,17 @@
 """``polykvctl tps``: once, followed, as JSON lines; at 80 columns nothing is cut but a long name."""
 
 import asyncio
+import io
 import json
+import re
 from typing import Any
 
 import pytest
 import typer
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from polykv_proxy.cli.tps import tps
+from polykv_proxy.cli.tps import _draw, tps
 from tests.cli.contract_server import ContractServer
 from tests.relay.conftest import Proxy, make_proxy, proxy
 from tests.relay.raw import until
@@ -99,6 +102,16 @@ def test_following_goes_on_until_the_proxy_ends_it(as_json: bool) -> None:
         assert [line.split(" · ")[2] for line in result.stdout.splitlines() if "in all" in line] == [
             f"{n} decoding" for n in (1, 2, 3)
         ]
+
+
+def test_on_a_terminal_it_is_drawn_in_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = io.StringIO()
+    console = Console(file=drawn, force_terminal=True, width=80, height=24, color_system=None)
+    monkeypatch.setattr("polykv_proxy.cli.tps.make_console", lambda: console)
+    _draw([SAMPLE | {"n_active": n} for n in (1, 2, 3)])
+    up = re.findall(r"\x1b\[(?:\d*A|2K)", drawn.getvalue())
+    assert len(up) >= 2 * len(SAMPLE["sessions"])
+    assert drawn.getvalue().count("tok/s in all") >= 3
 
 
 def test_problems_of_a_stream_are_one_line_each() -> None:

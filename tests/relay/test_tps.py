@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import signal
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -13,6 +14,7 @@ import pytest
 from tests.fake_engine import FakeEngine, Hold
 from tests.relay.conftest import Proxy, ProxyMaker
 from tests.relay.raw import until
+from tests.relay.test_shutdown import serving_process
 
 STATS = "/polykv/engine/stats"
 FIELDS = {"ts", "aggregate_tps", "mean_active_tps", "n_active", "n_warming", "sessions"}
@@ -283,6 +285,19 @@ async def test_draining_ends_every_stream_at_a_whole_line_and_refuses_new_ones(p
     refused = await proxy.client.get("/polykv/tps?stream=1")
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
     assert (await proxy.client.get("/polykv/tps")).status_code == 200
+
+
+async def test_sigterm_waits_for_no_stream(engine: FakeEngine) -> None:
+    async with (
+        serving_process(engine) as (process, client),
+        client.stream("GET", "/polykv/tps?stream=1&interval_ms=60000") as answer,
+    ):
+        text = ""
+        async for piece in answer.aiter_text():
+            text += piece
+            process.send_signal(signal.SIGTERM)
+        assert text.endswith("}\n\n")
+        assert await asyncio.wait_for(process.wait(), 10) == 0
 
 
 @pytest.mark.parametrize(
