@@ -29,6 +29,7 @@ from polykv_proxy.ids import PoolId, SessionId
 HOLD_EXTRA_S = 1.0
 """A session waits for a measurement at most ``settle_max_ms`` and so much more."""
 DEFAULT_RETRY_S = 5.0
+MIN_RETRY_S = 1.0
 
 
 @dataclass(slots=True)
@@ -54,6 +55,7 @@ class Entry:
         self.granted: dict[SessionId, Granted] = {}
         self.waiting: dict[int, Arrival] = {}
         self._n_tickets = 0
+        self._records: list[AdmitRecord] = []
 
     @property
     def n_live(self) -> int:
@@ -70,11 +72,15 @@ class Entry:
         for scope in self.scopes.values():
             self._open_or_close(scope, now_s)
 
-    def settle(self, now_s: float) -> list[AdmitRecord]:
+    def take_records(self) -> list[AdmitRecord]:
+        """What has settled since the last time."""
+        records, self._records = self._records, []
+        return records
+
+    def settle(self, now_s: float) -> None:
         """Close the windows whose time has come."""
         facts = self._measured.facts
         measured_s = facts.measured_s if facts is not None else float("-inf")
-        records = []
         for scope in self.scopes.values():
             if scope.policy is None:
                 continue
@@ -84,8 +90,7 @@ class Entry:
                 scope.policy, session, self._measured.rates.mean_clear_tps, measured_s, now_s
             )
             if record is not None:
-                records.append(record)
-        return records
+                self._records.append(record)
 
     def next_wake_s(self) -> float | None:
         times = []
@@ -102,6 +107,12 @@ class Entry:
         policy = arrival.ruling.policy
         if policy is None:
             return Admitted()
+        self.settle(now_s)
+        decision = self._decide(arrival, policy, now_s)
+        self.settle(now_s)  # a window of no length is over at once
+        return decision
+
+    def _decide(self, arrival: Arrival, policy: Policy, now_s: float) -> Decision:
         scope = self.scope(arrival.ruling)
         capacity = self.decide(arrival, now_s)
         if arrival.known:
@@ -127,10 +138,12 @@ class Entry:
 
     def pump(self, now_s: float) -> list[SessionWake]:
         """Answer everybody in line who can be answered."""
+        self.settle(now_s)
         wakes = []
         for scope in list(self.scopes.values()):
             if len(scope.line):
                 wakes += self._pump(scope, now_s)
+        self.settle(now_s)
         return wakes
 
     def _pump(self, scope: Scope, now_s: float) -> list[SessionWake]:
@@ -283,8 +296,7 @@ class Entry:
         line = self.scope(arrival.ruling).line
         interval_s = line.interval_s(now_s)
         wait_s = interval_s * (len(line) + 1) if interval_s is not None else DEFAULT_RETRY_S
-        if capacity.settle_remaining_ms is not None:
-            wait_s = max(wait_s, capacity.settle_remaining_ms / 1e3)
+        wait_s = max(MIN_RETRY_S, wait_s, (capacity.settle_remaining_ms or 0) / 1e3)
         if capacity.reason == STALE:
             return Refused(capacity, 503, "upstream_unavailable", wait_s, hold_ms)
         return Refused(capacity, 429, code, wait_s, hold_ms)

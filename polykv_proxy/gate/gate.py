@@ -61,8 +61,8 @@ class Gate:
 
     def tick(self, now_s: float) -> Tick:
         """Time passed: holds end, windows close."""
-        records = self.entry.settle(now_s)
-        return Tick(tuple(self._pump(now_s)), tuple(records))
+        wakes = self._pump(now_s)
+        return Tick(tuple(wakes), tuple(self.entry.take_records()))
 
     def next_wake_s(self) -> float | None:
         """When ``tick`` has something to do at the latest; None: nobody waits for time to pass."""

@@ -107,7 +107,7 @@ class Settling:
         return record
 
     def _is_over(self, window: Window, policy: Policy, session: SessionFacts | None, now_s: float) -> bool:
-        if now_s - window.admitted_s >= policy.settle_max_s:
+        if now_s >= window.admitted_s + policy.settle_max_s:
             return True
         n_decoded = session.n_decoded if session is not None else 0
         return n_decoded - window.n_decoded_at_admit >= policy.settle_tokens and session is not None
@@ -118,9 +118,9 @@ class Settling:
 
     def remaining_ms(self, policy: Policy, now_s: float) -> float | None:
         """Until it is settled at the latest; None: it is."""
-        if self.window is None:
+        if self.window is None or now_s >= self.window.admitted_s + policy.settle_max_s:
             return None
-        return max(0.0, self.window.admitted_s + policy.settle_max_s - now_s) * 1e3
+        return (self.window.admitted_s + policy.settle_max_s - now_s) * 1e3
 
     def n_unsettled(self) -> int:
         return len(self.window.admits) if self.window is not None else 0

@@ -109,6 +109,9 @@ class Turns:
             for turn_id, turn in held.items():
                 held[turn_id] = replace(turn, ruling=resolve(turn.pool_id))
 
+    def held(self) -> tuple[TurnRequest, ...]:
+        return tuple(self._held.values())
+
     def sessions(self) -> Iterable[SessionId]:
         yield from (t.session_id for t in self.running.values())
         yield from (t.session_id for t in self._held.values())
