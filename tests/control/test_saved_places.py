@@ -510,6 +510,7 @@ async def test_whatever_happens_the_books_are_the_engines(seed):
         for name in [pool.pool_id for pool in control.tree]:
             await control.residency.ensure(control.tree.get(name))
         await eventually(lambda: not control.saved._files._due)
+        await control.saved.finish_writing()
         await eventually(lambda: control.residency.books_true and not control.residency._evictions)
         await eventually(lambda: len(engine.ready_pools()) == len(control.tree.residents()))
         await control.saved.tend()
