@@ -87,9 +87,9 @@ class Bench:
         turn.sent(self.now_s, SlotId(slot) if slot is not None else None)
         return turn
 
-    def see(self, *slots: dict[str, Any], after_s: float = 1.0, finished: Any = (), **more: Any) -> None:
-        self.now_s += after_s
-        self.watch.asked_s = self.now_s
+    def see(self, *slots: dict[str, Any], asked_s: float | None = None, finished: Any = (), **more: Any) -> None:
+        self.now_s += 1.0
+        self.watch.asked_s = self.now_s if asked_s is None else asked_s
         shown = tuple(SlotStats(**({"id": i} | slot)) for i, slot in enumerate(slots))
         fields = {"epoch": "one", "ts": self.now_s, "n_ctx_slot": 4096} | more
         self.watch.stats = Stats(slots=shown, finished=tuple(finished), **fields)
@@ -158,10 +158,8 @@ def test_a_slot_goes_on_showing_the_rate_of_whoever_had_it_before(bench: Bench) 
 
 
 def test_stats_that_were_asked_for_before_it_was_sent_say_nothing_of_it(bench: Bench) -> None:
-    bench.see(at(7, 50, 20.0), IDLE)
     turn = bench.begin()
-    bench.now_s += 0.1
-    bench.rates.note()
+    bench.see(at(7, 50, 20.0), IDLE, asked_s=bench.now_s - 0.1)
     assert bench.told(turn.session) == ("prefilling", None, 0, None)
 
 
