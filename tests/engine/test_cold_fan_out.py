@@ -220,9 +220,11 @@ class Crowd:
         return sum(session["state"] == "waiting" for session in sessions)
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_a_first_one_that_leaves_in_its_prefill_hands_over_what_is_prefilled(stand: Stand, stream: bool) -> None:
-    bodies = stand.bodies("/completion", 4, N_LONG, stream=stream)
+@pytest.mark.parametrize("named", [False, True], ids=["whole", "named-stream"])
+def test_a_first_one_that_leaves_in_its_prefill_hands_over_what_is_prefilled(stand: Stand, named: bool) -> None:
+    bodies = stand.bodies("/completion", 4, N_LONG, stream=named)
+    if named:
+        bodies = [body | {"session_id": f"agent-{i}"} for i, body in enumerate(bodies)]
     before = stand.n_processed()
 
     def leave(crowd: Crowd) -> None:
