@@ -38,7 +38,7 @@ from statistics import fmean, median
 
 from polykv_proxy.gate.facts import Arrival, EngineFacts, SessionFacts, State, TurnRequest
 from polykv_proxy.gate.gate import Gate
-from polykv_proxy.gate.outcome import Admitted, Go, TurnWake, Wake
+from polykv_proxy.gate.outcome import Admitted, Go, Tick, TurnWake, Wake
 from polykv_proxy.gate.policy import Policy, Ruling, parse_policy
 from polykv_proxy.gate.rate import Average
 from polykv_proxy.gate.roofline import Roofline
@@ -211,6 +211,7 @@ class Gated(Scheme):
 
     def may_start(self, sim: "Simulation") -> bool:
         """As an orchestrator asks: what has no rate yet defers judgment."""
+        self.take(sim, self.gate.tick(sim.now_s))
         capacity = self.gate.capacity(self.arrival(SessionId("next")), sim.now_s)
         return capacity.can_admit and (capacity.n_warming == 0 or capacity.guaranteed)
 
@@ -243,7 +244,9 @@ class Gated(Scheme):
             cells_used=sum(s.ctx for s in sim.live),
             cells_free=CELLS_TOTAL - sum(s.ctx for s in sim.live),
         )
-        tick = self.gate.observe(facts, sim.now_s)
+        self.take(sim, self.gate.observe(facts, sim.now_s))
+
+    def take(self, sim: "Simulation", tick: Tick) -> None:
         sim.run.records.extend(tick.records)
         self.deliver(sim, tick.wakes)
 

@@ -124,7 +124,9 @@ class Entry:
         if not waits or (capacity.is_hard and not self._may_fit_later(arrival)):
             return self._turn_away(arrival, capacity, now_s)
         if not scope.line.has_room(arrival.n_bytes, policy.max_queue):
-            return self._refuse(arrival, capacity, "queue_full", now_s)
+            if policy.on_saturation == "queue":
+                return self._refuse(arrival, capacity, "queue_full", now_s)
+            return self._turn_away(arrival, capacity, now_s)
         return self._line_up(arrival, capacity, scope, policy, now_s)
 
     def leave(self, session_id: SessionId) -> None:

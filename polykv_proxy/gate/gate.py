@@ -14,6 +14,7 @@ ticket gets one answer, granted or refused, unless it is cancelled first; every 
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from polykv_proxy.gate.entry import Entry
 from polykv_proxy.gate.facts import Arrival, EngineFacts, TurnRequest
@@ -83,7 +84,8 @@ class Gate:
             if isinstance(wake, SessionWake) and wake.ticket_id == decision.ticket_id:
                 return wake.decision, [w for w in wakes if w is not wake]
         self.counts.n_held += 1
-        return decision, wakes
+        place, eta_s = self.entry.place(decision.ticket_id, now_s)
+        return replace(decision, place=place, eta_s=eta_s), wakes
 
     def cancel(self, ticket_id: int, now_s: float) -> tuple[bool, list[Wake]]:
         """A held session does not wait any longer. False: it was answered before; if it was admitted, ``leave``."""

@@ -88,6 +88,7 @@ class Roofline:
     n_windows: int = 0
     n_skipped: int = 0
     prefill_tokens_per_s: float = 0.0
+    _coefficients: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
     _variance: float = 0.0
     _n_outliers: int = 0
     _n_low: float = math.inf
@@ -107,7 +108,7 @@ class Roofline:
     @property
     def coefficients(self) -> tuple[float, ...]:
         """a, b, c, d in seconds per unit of each feature."""
-        return tuple(t / s for t, s in zip(self.squares.nonnegative(), SCALES, strict=True))
+        return self._coefficients
 
     def seconds_per_token(self, n: float, kv_tokens: float, prefill_tokens_per_s: float) -> float | None:
         """None: not ready. ``n``: decoders, with the one in question."""
@@ -176,6 +177,7 @@ class Roofline:
         if self.n_windows >= MIN_WINDOWS // 2:  # the first errors are those of a fit that knows nothing yet
             self._variance += SIGMA_ALPHA * (error * error - self._variance) if self._variance else error * error
         self.squares.update(x, seconds_per_token)
+        self._coefficients = tuple(t / s for t, s in zip(self.squares.nonnegative(), SCALES, strict=True))
         self.n_windows += 1
         self._n_low, self._n_high = min(self._n_low, features[1]), max(self._n_high, features[1])
 

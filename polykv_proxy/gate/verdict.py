@@ -240,7 +240,7 @@ class Projection:
 
     def tps(self, k: int) -> float | None:
         forecasts = self.forecasts(k)
-        if self._uses_roofline:
+        if self._uses_roofline and forecasts.roofline is not None:
             return forecasts.roofline
         return forecasts.measured if forecasts.measured is not None else forecasts.model
 
@@ -292,13 +292,15 @@ def _headroom(projection: Projection, n_kv: int | None, *, can_admit: bool) -> i
         return 0
     if n_kv is None:
         return None
-    n, top = 0, min(n_kv, MAX_HEADROOM)
-    while n < top:
-        projected = projection.tps(n + 1)
-        if projected is not None and projected < projection.threshold:
-            break
-        n += 1
-    return max(1, n)
+    low, high = 0, min(n_kv, MAX_HEADROOM)
+    while low < high:  # more sessions are never faster
+        n = (low + high + 1) // 2
+        projected = projection.tps(n)
+        if projected is None or projected >= projection.threshold:
+            low = n
+        else:
+            high = n - 1
+    return max(1, low)
 
 
 def _kv_headroom_pct(facts: EngineFacts | None) -> float | None:

@@ -377,6 +377,15 @@ def test_the_queue_has_an_end() -> None:
     assert decisions[2].code == "queue_full"
 
 
+def test_without_room_to_hold_it_a_settling_pool_does_what_it_does_when_saturated() -> None:
+    for on_saturation, expected in (("reject", Refused), ("warn", Admitted)):
+        e, given = engine(), policy(on_saturation=on_saturation, max_queue=0)
+        e.admit("a", given)
+        e.read()
+        decision, _ = e.gate.arrive(arrival("b", given), e.now_s)
+        assert isinstance(decision, expected)
+
+
 def test_what_can_never_fit_does_not_wait() -> None:
     e, given = saturated(on_saturation="queue")
     decision, _ = e.gate.arrive(arrival("huge", given, expected_tokens=100_001), e.now_s)
