@@ -1,6 +1,7 @@
 """Control: the one writer of state, between the doors (relay, routes) and the pure rooms (tree, gate, upstream).
 
 core       ``Control``: what the doors talk to
+assembly   how the parts are put together
 pools      plan → perform → commit or drop
 watch      what the engine is: reachable, patched, which start of it
 lease      one proxy per engine
