@@ -138,11 +138,11 @@ def measure_sessions(site: Deployment, noise: Noise, found: Found) -> None:
     site.http.delete("/polykv/pools/shared").raise_for_status()
 
 
-def speed_of(http: httpx.Client, n_streams: int, noise: Noise) -> float:
-    """Tokens per second of all streams together, each by the engine's own account."""
+def speed_of(http: httpx.Client, n_streams: int, noise: Noise, n_tokens: int) -> float:
+    """Tokens per second of all streams together, each of so many tokens, by the engine's own account."""
 
     def one(number: int) -> float:
-        body = {"prompt": noise(500 + number, 20), "n_predict": STREAMS[n_streams], "session_id": f"stream-{number}"}
+        body = {"prompt": noise(500 + number, 20), "n_predict": n_tokens, "session_id": f"stream-{number}"}
         answer = http.post("/completion", json=body | {"ignore_eos": True}, timeout=300).raise_for_status().json()
         return float(answer["timings"]["predicted_per_second"])
 
@@ -157,8 +157,9 @@ def measure_idle(
     idle = {f"idle-{number}": noise(100 + number, N_POOL) for number in range(N_POOLS)}
 
     def measure(arm: str, http: httpx.Client) -> None:
-        for n_streams in STREAMS:
-            found.speed.setdefault(arm, {}).setdefault(n_streams, []).append(speed_of(http, n_streams, noise))
+        for n_streams, n_tokens in STREAMS.items():
+            speed = speed_of(http, n_streams, noise, n_tokens)
+            found.speed.setdefault(arm, {}).setdefault(n_streams, []).append(speed)
 
     def order(what: str) -> None:
         for name in idle:
