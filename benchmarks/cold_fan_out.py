@@ -204,7 +204,7 @@ def report(found: Measured) -> str:
         f"{N_AGENTS} agents at once, {N_PREDICT} tokens each, behind {n_prefix} tokens that nobody has seen; "
         f"medians of {len(found.rounds['ready'])}, -t {found.n_threads}",
         "",
-        f"{'':10}{'wall ms':>10}{'TTFT ms by agent':>36}{'prompt tokens':>16}{'due':>14}",
+        f"{'':10}{'wall ms':>10}{'TTFT ms by agent':>50}{'prompt tokens':>16}{'due':>14}",
     ]
     for arm in (*ARMS, "eight"):
         rounds = found.eight if arm == "eight" else found.rounds[arm]
@@ -212,7 +212,7 @@ def report(found: Measured) -> str:
         told = " ".join(f"{median(of_one):.0f}" for of_one in ttfts)
         n = f"{median(done.n_processed for done in rounds):.0f}"
         due = "" if arm == "ready" or arm in STOCK else f"{rounds[0].n_due}"
-        lines.append(f"{arm:10}{median(done.wall_ms for done in rounds):>10.0f}{told:>36}{n:>16}{due:>14}")
+        lines.append(f"{arm:10}{median(done.wall_ms for done in rounds):>10.0f}{told:>50}{n:>16}{due:>14}")
     made = median(done.prefill_ms for done in found.rounds["ready"])
     lines += ["", f"ready: the pool was made in {made:.0f} ms; together {found.ms('ready'):.0f} ms", ""]
     for arm in COLD:

@@ -399,18 +399,22 @@ class FanOut:
             return False
         before, heir = flight.leader, flight.waiting.pop(min(flight.waiting))
         log.info("session %s leads on for %s", heir.prompt.session.session_id, before.session.session_id)
-        self._flights.pop(before.number, None)
-        self._flights[heir.prompt.number] = flight
-        flight.leader, flight.tokens = heir.prompt, _known(heir.prompt)
         session_id = heir.prompt.session.session_id
         if slot is not None and slot.n_tokens > 0 and self._slots.slot_of(session_id) is None:
             self._pass_on(SlotId(slot.id), before.session.session_id, session_id)
+        _tell(heir, True)  # it finds itself in the lead, or somebody else to follow
+        if heir.prompt.number in self._flights:  # there are some behind it already: the others join them
+            for waiter in flight.waiting.values():
+                _tell(waiter, True)
+            return False
+        self._flights.pop(before.number, None)
+        self._flights[heir.prompt.number] = flight
+        flight.leader, flight.tokens = heir.prompt, _known(heir.prompt)
         flight.slot_id, flight.wished = None, [heir.n_common]
         for waiter in list(flight.waiting.values()):
             waiter.n_common = lcp_tokens(flight.tokens, _known(waiter.prompt))
             if waiter.n_common < self.min_tokens:
                 _tell(waiter, True)  # to look again
-        _tell(heir, True)  # it finds itself in the lead, or somebody else to follow
         return True
 
     def _pass_on(self, slot_id: SlotId, before: SessionId, to: SessionId) -> None:

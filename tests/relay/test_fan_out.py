@@ -192,6 +192,29 @@ async def test_of_those_who_wait_the_first_in_line_leads_on(engine: FakeEngine, 
     assert [r["cached_n_tokens"] for r in receipts] == [0, n_shared, n_shared]
 
 
+async def test_who_leads_on_may_have_some_behind_it_already(engine: FakeEngine, proxy: Proxy) -> None:
+    """They share more with it than with the first one; those who do not follow it, too."""
+    task = "Read all files in this folder and tell what each of them is for, in one line each. " * 2
+    hold, second = Hold(), Hold()
+    engine.on(CHAT, "prefill", hold)
+    first = asyncio.create_task(ask(proxy, WORDS[0]))
+    await hold.reached()
+    others = []
+    for n, text in enumerate((task + "a", task + "b", WORDS[1]), 1):
+        others.append(asyncio.create_task(ask(proxy, text)))
+        await until(lambda n=n: proxy.control.fan_out.n_waiting == n)
+    engine.on(CHAT, "prefill", second)
+    first.cancel()
+    await second.reached()
+    await until(lambda: proxy.control.fan_out.n_waiting == 2)
+    second.release()
+    receipts = await asyncio.wait_for(asyncio.gather(*others), 20)
+    n_shared = n_common(engine, CHAT)
+    assert [r["cached_n_tokens"] for r in receipts] == [0, n_shared + len(task), n_shared]
+    assert [pool["prefix_len"] for pool in await pools(proxy)] == [n_shared, n_shared + len(task)]
+    assert proxy.at_rest() == dict.fromkeys(proxy.at_rest(), 0)
+
+
 @pytest.mark.parametrize(
     "accident",
     [reply(500, {"error": {"code": 500, "message": "no", "type": "server_error"}}), drop()],
