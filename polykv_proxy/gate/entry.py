@@ -136,7 +136,7 @@ class Entry:
 
     def cancel(self, ticket_id: int) -> bool:
         arrival = self.waiting.pop(ticket_id, None)
-        return arrival is not None and self.scope(arrival.ruling).line.cancel(ticket_id)
+        return arrival is not None and self.scopes[arrival.ruling.scope].line.cancel(ticket_id)
 
     def pump(self, now_s: float) -> list[SessionWake]:
         """Answer everybody in line who can be answered."""
@@ -186,6 +186,8 @@ class Entry:
         for pool_id, scope in self.scopes.items():
             ruling = resolve(pool_id)
             scope.policy = ruling.policy if ruling.scope == pool_id else None
+            if scope.policy is None:
+                scope.settling.window = None
         for ticket_id, arrival in list(self.waiting.items()):
             ruling = resolve(arrival.pool_id)
             old, new = self.scopes[arrival.ruling.scope], self.scope(ruling)
@@ -295,7 +297,7 @@ class Entry:
             self._counts.n_retries_refused += 1
         else:
             self._counts.refused[capacity.reason] += 1
-        line = self.scope(arrival.ruling).line
+        line = self.scopes[arrival.ruling.scope].line
         interval_s = line.interval_s(now_s)
         wait_s = interval_s * (len(line) + 1) if interval_s is not None else DEFAULT_RETRY_S
         wait_s = max(MIN_RETRY_S, wait_s, (capacity.settle_remaining_ms or 0) / 1e3)
@@ -326,7 +328,7 @@ class Entry:
         arrival = self.waiting.get(ticket_id)
         if arrival is None:
             return 0, None
-        line = self.scope(arrival.ruling).line
+        line = self.scopes[arrival.ruling.scope].line
         return line.place(ticket_id, now_s) or 0, line.eta_s(ticket_id, now_s)
 
 

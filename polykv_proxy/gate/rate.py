@@ -2,8 +2,9 @@
 
 Prefill is left out: time counts only while the session decodes. It lives on between turns, so only a session without
 any sample is *warming*. Two figures are kept. The *experienced* rate has everything in it and is what the floor is
-compared with. The *clear* rate leaves out intervals in which the session got no token because the engine was busy with
-somebody's prompt (*stalled*): those say nothing about how many sessions the machine can carry.
+compared with. The *clear* rate leaves out stretches that took much longer than usual because the engine was busy with
+somebody's prompt (*stalled*): those say nothing about how many sessions the machine can carry. A stretch goes from one
+reading with new tokens to the next: within a long batch no counter moves.
 
 The window is ``window_tokens`` or ``window_s``, whichever ends first; the average is bias-corrected, so that the first
 sample counts in full.
@@ -15,8 +16,9 @@ from dataclasses import dataclass, field
 from polykv_proxy.gate.facts import EngineFacts, SessionFacts
 from polykv_proxy.ids import SessionId
 
-STALL_AFTER_S = 0.25
-"""Without a token for so long, while prompt tokens were processed: a stall, not slow decoding."""
+STALL_AFTER_S = 1.0
+"""So much later than usual, while somebody's prompt was processed: a stall. The short prompts of ordinary turns are a
+part of the load, and stay in the forecast."""
 
 
 @dataclass(slots=True)
@@ -38,7 +40,7 @@ class Average:
 
 @dataclass(slots=True)
 class SessionRate:
-    """``stalled``: right now. ``stall_ms``: in this turn so far."""
+    """``stalled``: right now. ``stall_ms``: of this turn, in stalls that are over."""
 
     experienced: Average = field(default_factory=Average)
     clear: Average = field(default_factory=Average)
@@ -47,7 +49,7 @@ class SessionRate:
     stall_ms: float = 0.0
     n_turns: int = -1
     pending_s: float = 0.0
-    n_pending_prefilled: int = 0
+    pending_prefill: bool = False
 
     @property
     def tps(self) -> float | None:
@@ -87,7 +89,7 @@ class RateBook:
         dt_s = facts.measured_s - last.measured_s if last is not None else 0.0
         if comparable and dt_s <= 0:
             return
-        n_prefilled = facts.n_prefilled - last.n_prefilled if last is not None else 0
+        prefill = last is not None and (facts.n_prefilled > last.n_prefilled or _is_prefilling(last, facts))
         now = {s.session_id: s for s in facts.sessions}
         for session_id, session in now.items():
             rate = self._rates.setdefault(session_id, SessionRate())
@@ -95,31 +97,34 @@ class RateBook:
                 rate.reply_tps = session.reply_tps
             if session.n_turns != rate.n_turns:
                 rate.n_turns, rate.stalled, rate.stall_ms = session.n_turns, False, 0.0
-                rate.pending_s, rate.n_pending_prefilled = 0.0, 0
+                rate.pending_s, rate.pending_prefill = 0.0, False
             before = self._before.get(session_id)
             if comparable and before is not None and _decodes_on(before, session):
-                self._fold(rate, session.n_decoded - before.n_decoded, dt_s, n_prefilled)
+                self._fold(rate, session.n_decoded - before.n_decoded, dt_s, prefill)
+            elif session.state != "decoding":
+                rate.stalled = False
         for session_id in self._rates.keys() - now.keys():
             del self._rates[session_id]
         self._last, self._before = facts, now
 
-    def _fold(self, rate: SessionRate, n_tokens: int, dt_s: float, n_prefilled: int) -> None:
+    def _fold(self, rate: SessionRate, n_tokens: int, dt_s: float, prefill: bool) -> None:
         tps = rate.experienced.value
         window_s = min(self._window_s, self._window_tokens / tps) if tps else self._window_s
         rate.experienced.fold(n_tokens / dt_s, dt_s, window_s)
-        # Whether an interval without a token was a stall shows only when it is over or long enough.
         rate.pending_s += dt_s
-        rate.n_pending_prefilled += n_prefilled
-        rate.stalled = n_tokens == 0 and rate.pending_s >= STALL_AFTER_S and rate.n_pending_prefilled > 0
-        if rate.stalled:
-            rate.stall_ms += rate.pending_s * 1e3
-        elif n_tokens > 0:
-            rate.clear.fold(n_tokens / rate.pending_s, rate.pending_s, window_s)
-        elif rate.pending_s >= STALL_AFTER_S:  # nothing came, and no prompt is to blame
-            rate.clear.fold(0.0, rate.pending_s, window_s)
+        rate.pending_prefill |= prefill
+        clear = rate.clear.value
+        usual_s = n_tokens / clear if clear else (rate.pending_s if n_tokens else 0.0)
+        late_s = rate.pending_s - usual_s
+        is_late = late_s >= STALL_AFTER_S or rate.stalled
+        rate.stalled = n_tokens == 0 and is_late and rate.pending_prefill
+        if n_tokens == 0 and (rate.pending_prefill or not is_late):
+            return  # what it was shows when a token comes
+        if is_late and rate.pending_prefill:
+            rate.stall_ms += late_s * 1e3
         else:
-            return
-        rate.pending_s, rate.n_pending_prefilled = 0.0, 0
+            rate.clear.fold(n_tokens / rate.pending_s, rate.pending_s, window_s)
+        rate.pending_s, rate.pending_prefill = 0.0, False
 
     def read(self, facts: EngineFacts | None) -> Rates:
         """The means over those who decode in this reading."""
@@ -144,3 +149,7 @@ class RateBook:
 def _decodes_on(before: SessionFacts, now: SessionFacts) -> bool:
     same_turn = before.n_turns == now.n_turns and now.n_decoded >= before.n_decoded
     return same_turn and before.state == "decoding" and now.state == "decoding"
+
+
+def _is_prefilling(*readings: EngineFacts) -> bool:
+    return any(s.state == "prefilling" for facts in readings for s in facts.sessions)

@@ -84,11 +84,31 @@ def test_a_prefill_stall_is_marked_and_left_out_of_the_clear_rate() -> None:
     assert rate is not None
     assert rate.tps is not None
     assert rate.stalled
-    assert rate.stall_ms == pytest.approx(1000)
     assert rate.tps < 15
     assert rate.clear_tps == pytest.approx(20.0)
     book.update(reading(3.5, one(A, 50), n_prefilled=1024))
     assert not rate.stalled
+    assert rate.stall_ms == pytest.approx(1000)  # 1.5 s for ten tokens that usually take half a second
+    assert rate.clear_tps == pytest.approx(20.0)
+
+
+def test_a_long_batch_with_a_prompt_in_it_is_a_stall_though_nothing_moves_meanwhile() -> None:
+    """Ten readings per second; one batch of 2 s gives one token, and tells of its prompt tokens only at its end."""
+    book = RateBook()
+    other = one(B, 0, "prefilling")
+    for i in range(30):
+        book.update(reading(i * 0.1, one(A, i * 2), other))
+    for i in range(20):
+        book.update(reading(3.0 + i * 0.1, one(A, 58), other))
+    rate = book.get(A)
+    assert rate is not None
+    assert rate.stalled
+    book.update(reading(5.0, one(A, 59), other, n_prefilled=2048))
+    assert not rate.stalled
+    assert rate.stall_ms == pytest.approx(2050, rel=0.02)
+    assert rate.clear_tps == pytest.approx(20.0)
+    assert rate.tps is not None
+    assert rate.tps < 10
 
 
 def test_getting_nothing_without_any_prefill_is_slow_not_stalled() -> None:
