@@ -138,7 +138,7 @@ class FanOut:
         """Note how a request begins that asks for nothing. Gives whether it may be worth looking who begins so too."""
         if not self.concerns(n_bytes) or not self._is_possible():
             return False
-        prompt = self._prompts.enter(turn, path, body, n_bytes)
+        prompt = self._prompts.find(turn) or self._prompts.enter(turn, path, body, n_bytes)
         others = self._prompts.alike(prompt) if prompt is not None else []
         if prompt is None or not others:
             return False
@@ -263,7 +263,7 @@ class FanOut:
         """Also those whom they wait for."""
         numbers = {other.number for other in others}
         leaders = [flight.leader for flight in self._flights.values() if not numbers.isdisjoint(flight.waiting)]
-        return others + [one for one in leaders if one is not prompt and one.number not in numbers]
+        return others + [one for one in leaders if one.turn is not prompt.turn and one.number not in numbers]
 
     async def _render(self, other: Prompt) -> bool:
         try:
