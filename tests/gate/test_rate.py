@@ -26,17 +26,19 @@ def test_a_steady_rate_is_told_from_the_first_interval_on() -> None:
         assert rate.tps == (None if i == 0 else pytest.approx(20.0))
 
 
-def test_the_window_is_two_seconds_or_128_tokens() -> None:
-    book, n = RateBook(), 0
+@pytest.mark.parametrize(("tps", "time_constant_s"), [(20, 2.0), (512, 0.25)])
+def test_the_window_is_two_seconds_or_128_tokens(tps: int, time_constant_s: float) -> None:
+    """After one time constant at half the rate, 1 - 1/e of the way is gone."""
+    book, step_s = RateBook(), 0.125
     for i in range(100):
-        book.update(reading(i * 0.5, one(A, i * 10)))
-    n = 990
-    for i in range(4):  # one time constant at 40 instead of 20
-        n += 20
-        book.update(reading(50 + i * 0.5, one(A, n)))
+        book.update(reading(i * step_s, one(A, round(i * tps * step_s))))
+    n, t = 99 * tps * step_s, 99 * step_s
     rate = book.get(A)
     assert rate is not None
-    assert rate.tps == pytest.approx(20 + 20 * (1 - 2.718281828**-1), rel=0.01)
+    for _ in range(round(time_constant_s / step_s)):
+        n, t = n + tps * step_s / 2, t + step_s
+        book.update(reading(t, one(A, round(n))))
+    assert rate.tps == pytest.approx(tps / 2 + tps / 2 / 2.718, rel=0.06)
 
 
 def test_prefill_and_pauses_do_not_count() -> None:

@@ -215,6 +215,25 @@ def test_a_turn_is_held_below_the_floor_and_goes_when_another_ends() -> None:
     assert engine.gate.end_turn(0, engine.now_s) == []
 
 
+def test_between_tenants_the_one_that_decoded_less_goes_first() -> None:
+    given = policy(1000.0, estimator="roofline")
+    engine = busy(0, given)
+    for i, tenant in ((0, "busy"), (1, "calm")):
+        engine.gate.begin_turn(turn(i, f"s{i}", given, tenant=tenant), engine.now_s)
+    engine.gate.end_turn(1, engine.now_s)
+    engine.put("s0")
+    engine.read()
+    engine.run(5, 100.0)
+    for i, tenant in ((2, "calm"), (3, "calm"), (4, "busy")):
+        engine.gate.begin_turn(turn(i, f"s{i}", given, since_s=10.0 - i, tenant=tenant), engine.now_s)
+    order = []
+    for i in (0, 3, 2):
+        order += [w.turn_id for w in engine.gate.end_turn(i, engine.now_s) if isinstance(w, TurnWake)]
+        engine.put("s0", "idle")
+        engine.read()
+    assert order == [3, 2, 4]  # by age alone it would be 4, 3, 2
+
+
 def test_a_hold_ends_in_service_at_the_latest_after_its_time() -> None:
     given = policy(1000.0, estimator="roofline", max_turn_hold_ms=3000)
     engine = busy(0, given)
@@ -272,17 +291,31 @@ def test_decoders_that_nobody_announced_count_too() -> None:
     assert isinstance(engine.gate.begin_turn(turn(0, "new", given, ctx_tokens=1000), engine.now_s), TurnHeld)
 
 
-def test_a_turn_that_ended_after_the_reading_is_no_decoder_any_more() -> None:
+def test_a_turn_that_ended_after_it_was_measured_is_no_decoder_any_more() -> None:
+    """Readings take a while to come in: this one still shows it at work."""
     given = policy(15.0, estimator="roofline")
     engine = busy(0, given)
     for i in range(4):
         engine.gate.begin_turn(turn(i, f"s{i}", given, ctx_tokens=1000), engine.now_s)
         engine.put(f"s{i}")
     engine.now_s += 0.5
-    engine.read()
-    engine.now_s += 0.1
-    engine.gate.end_turn(0, engine.now_s)
-    assert engine.gate.begin_turn(turn(9, "s9", given, ctx_tokens=1000), engine.now_s) == Go()
+    facts = engine.facts()
+    engine.gate.end_turn(0, engine.now_s + 0.1)
+    engine.gate.observe(facts, engine.now_s + 0.2)
+    assert engine.gate.turns.n_running == 3
+    assert engine.gate.begin_turn(turn(9, "s9", given, ctx_tokens=1000), engine.now_s + 0.2) == Go()
+
+
+def test_without_a_fit_a_turn_is_judged_by_what_admissions_cost() -> None:
+    """One decodes at 40; the model would say 20 for two, but the last admission took only 5."""
+    for drop_tps, decision in ((None, TurnHeld), (5.0, Go)):
+        given = policy(30.0, max_turn_hold_ms=1000)
+        engine = Engine(Gate())
+        engine.put("a")
+        engine.read()
+        engine.run(5, 40.0)
+        engine.gate.entry.scope(arrival("x", given).ruling).settling.drop_tps = drop_tps
+        assert isinstance(engine.gate.begin_turn(turn(0, "b", given), engine.now_s), decision)
 
 
 def test_a_stale_reading_holds_a_turn_no_longer_than_allowed() -> None:

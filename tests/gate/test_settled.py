@@ -449,6 +449,20 @@ def test_a_policy_that_goes_away_lets_in_who_waits_for_it() -> None:
     assert [(w.ticket_id, type(w.decision)) for w in wakes] == [(held.ticket_id, Admitted)]
 
 
+def test_a_window_does_not_outlive_its_policy() -> None:
+    """What the rate did meanwhile, hours later, says nothing about that admission."""
+    e = with_sessions(1, 40.0)
+    given = policy(1.0)
+    e.admit("b", given)
+    e.gate.policies_changed(lambda pool: arrival("x", None, pool).ruling, e.now_s)
+    e.run(20, 10.0)
+    e.gate.policies_changed(lambda pool: arrival("x", given, pool).ruling, e.now_s)
+    capacity = e.gate.capacity(arrival("next", given), e.now_s)
+    assert (capacity.drop_per_admit_ewma, capacity.settling) == (None, False)
+    e.run(1, 10.0)
+    assert e.gate.capacity(arrival("next", given), e.now_s).drop_per_admit_ewma is None
+
+
 def test_a_policy_nearer_to_the_pool_takes_over_who_waits() -> None:
     e, given = saturated(on_saturation="queue")
     held, _ = e.gate.arrive(arrival("next", given), e.now_s)
