@@ -191,11 +191,17 @@ class TurnRelay:
             self._left = self._control.parking.leaving(self._record.displaced)
             return None
         n = call.n_finals if call.n_choices <= n_slots else 1  # more choices than slots: the engine refuses it
-        since_s = self._clock()
+        since_s, in_line = self._clock(), False
+
+        def stand_in_line() -> None:
+            nonlocal in_line
+            in_line = True
+            self._control.room.put_off()
+
         grant = await self._desk.acquire(
-            session.session_id, min(n, n_slots), said, look_first=look_first, on_wait=self._control.room.put_off
+            session.session_id, min(n, n_slots), said, look_first=look_first, on_wait=stand_in_line
         )
-        waited_ms = self._record.hold("slot", self._clock() - since_s)
+        waited_ms = self._record.hold("slot", self._clock() - since_s) if in_line or look_first else 0
         self._receipt.hold_ms += waited_ms
         self._record.displaced = grant.displaced
         self._slot_id = grant.slots[0]
