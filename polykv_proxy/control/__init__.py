@@ -15,6 +15,7 @@ sequences  the engine's sequences: order, find again, give back
 holdings   how many cells pools and slots hold, alone and together
 room       cells: does it fit, who leaves, who waits for whom
 fan_out    requests that begin alike prefill that once
+flights    one prefill for all of them: who leads, who waits
 alike      which prompts begin alike (pure)
 hints      pools where a client's marks are
 automatic  pools that nobody ordered, and their ageing
