@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 from polykv_proxy.control.admission import Admission
-from polykv_proxy.control.compare import Comparer, Comparison, Unpooled
+from polykv_proxy.control.compare import MIN_GAIN_TOKENS, Comparer, Comparison, Unpooled
 from polykv_proxy.control.orders import AttachPlan, AttachRequest, Outcome
 from polykv_proxy.control.residency import Residency
 from polykv_proxy.control.room import Room
@@ -122,7 +122,9 @@ class Attacher:
         made_s = self._clock() - began_s
         n_prefix = found.prefix_n_tokens if request.explicit_p is None else request.explicit_p
         wanted = pool.prefix_len if found.n_tokens is None else min(pool.prefix_len, found.n_tokens)
-        diverged = found.exact and request.explicit_p is None and n_prefix < wanted
+        # An automatic pool ends where two prompts happened to part, a few words into what comes next: nobody asked.
+        n_spare = MIN_GAIN_TOKENS if pool.auto and request.pool_ref is None else 1
+        diverged = found.exact and request.explicit_p is None and wanted - n_prefix >= n_spare
         return AttachPlan(
             pool_id=pool.pool_id,
             prefix_n_tokens=n_prefix,

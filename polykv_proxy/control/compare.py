@@ -24,6 +24,10 @@ MIN_AUTO_TOKENS = 16
 """Fewer tokens beyond the last whole pool do not count: all chats share a template's first tokens."""
 
 
+MIN_GAIN_TOKENS = 64
+"""Fewer tokens beyond the deepest pool are not worth an automatic pool, nor a wait for one."""
+
+
 class Unpooled(Exception):
     """The decision is: no pool."""
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from polykv_proxy.control.alike import Prompt, PromptBook, alike_bytes
 from polykv_proxy.control.automatic import AutomaticPools
-from polykv_proxy.control.compare import Comparer, Unpooled
+from polykv_proxy.control.compare import MIN_GAIN_TOKENS, Comparer, Unpooled
 from polykv_proxy.control.flights import Flight, Flights, known
 from polykv_proxy.control.orders import AttachRequest
 from polykv_proxy.control.slot_states import slot_in
@@ -35,9 +35,6 @@ from polykv_proxy.tree.prefix import Tokens, lcp_tokens
 from polykv_proxy.tree.tree import PoolTree
 
 log = logging.getLogger("polykv.fan_out")
-
-MIN_GAIN_TOKENS = 64
-"""Fewer tokens beyond the deepest pool are not worth a pool of their own, nor a wait."""
 
 MAX_ROUNDS = 16
 """So often at most a request looks for somebody to wait for: leaders leave, and pools may go as soon as they came."""

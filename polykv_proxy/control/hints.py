@@ -22,7 +22,8 @@ import orjson
 import xxhash
 
 from polykv_proxy.control.automatic import AutomaticPools
-from polykv_proxy.control.fan_out import MIN_GAIN_TOKENS, FanOut
+from polykv_proxy.control.compare import MIN_GAIN_TOKENS
+from polykv_proxy.control.fan_out import FanOut
 from polykv_proxy.control.sources import PROBES
 from polykv_proxy.errors import PolyKVError, RequestError
 from polykv_proxy.ids import PoolId

@@ -294,6 +294,19 @@ async def test_the_second_session_attaches_to_what_the_first_left(engine: FakeEn
     assert [pool["prefix_len"] for pool in await pools(proxy)] == [n_common(engine, CHAT)]
 
 
+async def test_a_few_words_too_many_in_an_automatic_pool_are_no_miss(engine: FakeEngine, proxy: Proxy) -> None:
+    for text in ("Task 0: count", "Task 1: add"):
+        await ask(proxy, text)
+    (pool,) = await pools(proxy)
+    receipt = await ask(proxy, "Write a poem")
+    assert receipt["cached_n_tokens"] == receipt["prefix_n_tokens"] == pool["prefix_len"] - len("Task ")
+    assert (receipt["pool_id"], receipt["miss_reason"]) == (pool["pool_id"], None)
+    (pool,) = await pools(proxy)
+    assert (pool["queries"], pool["hits"]) == (2, 2)
+    named = await ask(proxy, "Write a song", pool_id=pool["pool_id"])
+    assert named["miss_reason"] == "diverged", "who asks for a pool is told that he does not get all of it"
+
+
 async def test_when_nobody_holds_it_any_more_the_next_one_prefills_and_it_is_a_pool(
     engine: FakeEngine, proxy: Proxy
 ) -> None:
