@@ -49,9 +49,13 @@ class SavedBooks:
         self._busy: Counter[str] = Counter()
         self._changed_at: dict[str, int] = {}
         self._n_changes = self._found_since = 0
-        self._expected: dict[Content, set[Place]] = {}
+        self._expected: dict[str, SavedState] = {}
+        self._expected_contents: set[Content] = set()
         self.known = False
+        """The engine's list was read since it was started, and nothing was left open since then."""
+        self.listed = False
         """The engine's list was read since it was started."""
+        self.ever_listed = False
         self.on_changed: Callable[[], None] = lambda: None
         self.on_gone: Callable[[SavedState], None] = lambda _: None
 
@@ -72,7 +76,11 @@ class SavedBooks:
 
     def is_expected(self, content: Content) -> bool:
         """A state of it was where it outlives the engine's last start, and the list was not read yet."""
-        return content in self._expected
+        return content in self._expected_contents
+
+    def last_known(self) -> list[SavedState]:
+        """What is ours; of a new start that was not listed yet also what should be where it outlives the last one."""
+        return [*self._states.values(), *(state for tag, state in self._expected.items() if tag not in self._states)]
 
     def remember_only(self, contents: Container[Content]) -> None:
         """Others will not be asked for again."""
@@ -81,6 +89,10 @@ class SavedBooks:
     def n_bytes(self, place: Place) -> int:
         """Bytes that the states take there. One that is in both places takes as much of each."""
         return self._n_bytes[place]
+
+    def last_known_of(self, tag: str) -> SavedState | None:
+        """The one of these with this tag."""
+        return self._states.get(tag) or self._expected.get(tag)
 
     # What the engine said ------------------------------------------------------------------------------------------
 
@@ -105,8 +117,8 @@ class SavedBooks:
         for tag in order:
             self._put(there[tag])
         self._changed_at = {tag: at for tag, at in self._changed_at.items() if at > since}
-        self.known = True
-        self._expected.clear()
+        self.known = self.listed = self.ever_listed = True
+        self._expect({})
         self.on_changed()
 
     def lost(self, stays: Collection[Place] = ()) -> None:
@@ -114,17 +126,20 @@ class SavedBooks:
 
         ``stays``: where what was saved should be there still.
         """
-        for state in self._states.values():
-            content = state_content(state)
-            if content is not None:
-                self._expected.setdefault(content, set()).update(state.places)
-        self._expected = {content: kept for content, at in self._expected.items() if (kept := at & {*stays})}
+        kept = {state.tag: tuple(place for place in state.places if place in stays) for state in self.last_known()}
+        self._expect(
+            {
+                state.tag: state.model_copy(update={"places": kept[state.tag]})
+                for state in self.last_known()
+                if kept[state.tag]
+            }
+        )
         for tag in list(self._states):
             self.leave_out(tag)
         self._n_changes += 1
         self._found_since = self._n_changes
         self._changed_at.clear()
-        self.known = False
+        self.known = self.listed = False
         self.on_changed()
 
     def enter(self, state: SavedState) -> None:
@@ -183,6 +198,10 @@ class SavedBooks:
         return chosen if n_bytes <= 0 else []
 
     # Inside --------------------------------------------------------------------------------------------------------
+
+    def _expect(self, states: dict[str, SavedState]) -> None:
+        self._expected = states
+        self._expected_contents = {content for s in states.values() if (content := state_content(s)) is not None}
 
     def _take(self, tag: str) -> None:
         state = self._states.pop(tag, None)

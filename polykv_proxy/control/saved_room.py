@@ -7,7 +7,7 @@ altogether.
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from polykv_proxy.control.disk_trouble import DiskTrouble
 from polykv_proxy.control.saved_books import Place, SavedBooks
@@ -63,6 +63,22 @@ class SavedRoom(SavedBooks, ABC):
         if stats.saved.disk.why_off and self._wanted_bytes["disk"]:
             return f"the engine has no disk for saved states: {stats.saved.disk.why_off}"
         return "the engine has no room for saved states: start it with --polykv-save-ram, or build it anew"
+
+    @property
+    def memory_known(self) -> bool:
+        """What is in the engine's memory is known: it is there, and has told since it was started, or saves nothing."""
+        return self._watch.state == "ready" and (self.listed or not self.available)
+
+    @property
+    def disk_known(self) -> bool:
+        """What is on disk is known, which outlives the engine."""
+        return self.ever_listed or (self._watch.state == "ready" and not self.available)
+
+    def known_bytes(self, states: Iterable[SavedState]) -> int | None:
+        """Bytes of states, each once: of those on disk alone while nobody knows what is in memory. None: not known."""
+        known = self.memory_known
+        n_bytes = sum(state.n_bytes for state in states if known or "disk" in state.places)
+        return n_bytes if n_bytes or known else None
 
     @property
     def disk_fails(self) -> str:

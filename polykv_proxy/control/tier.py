@@ -14,12 +14,12 @@ from polykv_proxy.control.watch import EngineWatch
 
 @dataclass(frozen=True, slots=True)
 class PlaceFacts:
-    """``n_bytes`` of ``max_bytes``; 0 of 0: the place is not used."""
+    """``n_bytes`` of ``max_bytes``; 0 of 0: the place is not used. None: not known."""
 
-    n_bytes: int
+    n_bytes: int | None
     max_bytes: int
-    n_pools: int
-    n_sessions: int
+    n_pools: int | None
+    n_sessions: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,9 +71,12 @@ class Tier:
         )
 
     def _place(self, place: Place) -> PlaceFacts:
-        tags = [state.tag for state in self._saved if place in state.places]
-        n_pools = sum(tag.startswith(POOL) for tag in tags)
-        return PlaceFacts(self._saved.n_bytes(place), self._saved.budget(place), n_pools, len(tags) - n_pools)
+        max_bytes = self._saved.budget(place)
+        if not (self._saved.memory_known if place == "ram" else self._saved.disk_known):
+            return PlaceFacts(None, max_bytes, None, None)
+        states = [state for state in self._saved.last_known() if place in state.places]
+        n_pools = sum(state.tag.startswith(POOL) for state in states)
+        return PlaceFacts(sum(state.n_bytes for state in states), max_bytes, n_pools, len(states) - n_pools)
 
     def _idle_tax(self) -> float | None:
         stats = self._watch.stats

@@ -5,7 +5,7 @@ Who holds which cells is in the ledger: what a slot holds of pools is theirs, th
 """
 
 import asyncio
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -14,7 +14,8 @@ import orjson
 from polykv_proxy.control.ledger import Ledger
 from polykv_proxy.control.plain import PlainEngine
 from polykv_proxy.control.rates import Rates
-from polykv_proxy.control.saved_books import Content, SavedBooks, session_tag, state_content
+from polykv_proxy.control.saved_books import Content, session_tag, state_content
+from polykv_proxy.control.saved_room import SavedRoom
 from polykv_proxy.control.tier import Tier, TierFacts
 from polykv_proxy.control.watch import EngineWatch
 from polykv_proxy.errors import SessionNotFound
@@ -25,7 +26,7 @@ from polykv_proxy.tree.accounting import kv_bytes
 from polykv_proxy.tree.pool import Pool
 from polykv_proxy.tree.tree import PoolTree
 from polykv_proxy.tree.view import EngineFacts, RetentionFacts, SessionFacts, TreePicture
-from polykv_proxy.upstream import SlotStats
+from polykv_proxy.upstream import SavedState, SlotStats
 
 
 def pool_answer(pool: Pool) -> dict[str, Any]:
@@ -60,7 +61,7 @@ class Views:
         ledger: Ledger,
         in_use: Callable[[], Collection[PoolId]],
         grace_end_s: Callable[[Pool], float],
-        saved: SavedBooks,
+        saved: SavedRoom,
         taken_by: Callable[[], str | None],
         tier: Tier,
         plain: PlainEngine,
@@ -115,18 +116,18 @@ class Views:
             accounts=self._ledger.accounts(),
             gone=self._ledger.gone(),
             retention=RetentionFacts(in_use=self._in_use(), grace_end_s=self._grace_end_s),
-            saved_bytes=lambda pool: saved.get((pool.tokens_hash, pool.prefix_len), 0),
+            saved_bytes=lambda pool: self._saved.known_bytes(saved.get((pool.tokens_hash, pool.prefix_len), ())),
             top=top,
             unix_offset_s=self._unix_offset_s,
         )
         return picture, self._warm(self._tier.facts()) | self.streams()
 
-    def _saved_now(self) -> Mapping[Content, int]:
-        """Bytes that are saved of pools, by what tells pools apart."""
-        saved: Counter[Content] = Counter()
-        for state in self._saved:
+    def _saved_now(self) -> Mapping[Content, list[SavedState]]:
+        """States that are saved of pools, by what tells pools apart."""
+        saved: dict[Content, list[SavedState]] = defaultdict(list)
+        for state in self._saved.last_known():
             if (content := state_content(state)) is not None:
-                saved[content] += state.n_bytes
+                saved[content].append(state)
         return saved
 
     def _warm(self, tier: TierFacts) -> dict[str, Any]:
@@ -257,7 +258,7 @@ class Views:
                     tps_ewma=self._tps(session),
                     ttft_ms=session.ttft_ms,
                     state=_state(session, self._plain.slot_of(session), n_saved),
-                    warm_bytes=n_saved,
+                    warm_bytes=self._warm_bytes(session),
                 )
             )
         return facts
@@ -295,6 +296,11 @@ class Views:
         state = self._saved.find(session_tag(session.session_id))
         return state.n_bytes if state is not None else 0
 
+    def _warm_bytes(self, session: Session) -> int | None:
+        """The same as it is shown: None while it is not known."""
+        state = self._saved.last_known_of(session_tag(session.session_id))
+        return self._saved.known_bytes([state] if state is not None else [])
+
     def _tps(self, session: Session) -> float | None:
         if self._plain.props is None:
             return self._rates.tps_of(session)
@@ -324,7 +330,7 @@ class Views:
             "prefix_n_tokens": holds[0] if holds is not None else None,
             "suffix_n_tokens": holds[1] if holds is not None else None,
             "marginal_kv_bytes": self.kv_bytes(holds[1]) if holds is not None else None,
-            "warm_bytes": n_saved,
+            "warm_bytes": self._warm_bytes(session),
             "tps_ewma": self._tps(session),
             "ttft_ms": session.ttft_ms,
             **self.context_of(session),

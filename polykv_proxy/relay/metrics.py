@@ -141,7 +141,7 @@ def _per_pool(
 
 def _of_warm_tier(warm: TierFacts) -> Iterator[Metric]:
     counts, places = warm.counts, {"ram": warm.ram, "disk": warm.disk}
-    held = {name: place.n_bytes for name, place in places.items()}
+    held = {name: place.n_bytes for name, place in places.items() if place.n_bytes is not None}
     budgets = {name: place.max_bytes for name, place in places.items()}
     yield _by("warm_bytes", "Bytes of saved states outside the cache.", "place", held)
     yield _by("warm_max_bytes", "Bytes that saved states may take.", "place", budgets)

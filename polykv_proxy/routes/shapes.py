@@ -98,7 +98,7 @@ class PoolSession(_Shape):
     tps_ewma: float | None
     ttft_ms: float | None
     state: SessionState | None
-    warm_bytes: Count
+    warm_bytes: Count | None
     """Saved of it outside the cache, also while its slot holds it."""
 
 
@@ -131,7 +131,7 @@ class PoolShown(_Shape):
     own_kv_bytes: Count | None
     subtree_kv_cells: Count | None
     subtree_kv_bytes: Count | None
-    warm_bytes: Count
+    warm_bytes: Count | None
     children: list[int]
     sessions: list[PoolSession]
 
@@ -157,12 +157,15 @@ class Unpooled(_Shape):
 
 
 class WarmPlace(_Shape):
-    """Saved states in one place. ``max_bytes`` 0: it is not used. ``hits``: states that came back from there."""
+    """Saved states in one place. ``max_bytes`` 0: it is not used. ``hits``: states that came back from there.
 
-    bytes: Count
+    null: not known, in memory while the engine cannot be reached.
+    """
+
+    bytes: Count | None
     max_bytes: Count
-    pools: Count
-    sessions: Count
+    pools: Count | None
+    sessions: Count | None
     hits: Count
 
 
@@ -298,7 +301,7 @@ class SessionShown(_Shape):
     suffix_n_tokens: Count | None
     """Tokens in its slot that are its own."""
     marginal_kv_bytes: Count | None
-    warm_bytes: Count
+    warm_bytes: Count | None
     """Saved of it outside the cache, also while its slot holds it."""
     tps_ewma: float | None
     ttft_ms: float | None

@@ -26,12 +26,15 @@ SLICE = 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionFacts(SessionCells):
-    """A session as the view shows it. ``state``: what it does. ``warm_bytes``: saved of it outside the cache."""
+    """A session as the view shows it. ``state``: what it does.
+
+    ``warm_bytes``: saved of it outside the cache; None: not known.
+    """
 
     tps_ewma: float | None = None
     ttft_ms: float | None = None
     state: str | None = None
-    warm_bytes: int = 0
+    warm_bytes: int | None = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +68,7 @@ class TreePicture:
     """The whole tree, or the subtree of ``top``, as it is now. Its JSON can be asked for later.
 
     ``saved_bytes``: of what is saved of a pool outside the cache, also while it is resident; asked later, so it must
-    answer for now.
+    answer for now. None: not known.
 
     Units:   unix_offset_s: Unix time minus the clock of the pools' *_s
     """
@@ -79,7 +82,7 @@ class TreePicture:
         accounts: Accounts | None = None,
         gone: Mapping[PoolId, Gone] | None = None,
         retention: RetentionFacts | None = None,
-        saved_bytes: Callable[[Pool], int] = lambda _: 0,
+        saved_bytes: Callable[[Pool], int | None] = lambda _: 0,
         top: PoolId | None = None,
         unix_offset_s: float = 0.0,
     ):

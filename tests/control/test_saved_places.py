@@ -400,6 +400,33 @@ async def test_until_the_list_is_known_a_restart_leaves_warm_what_was_on_disk(en
         await eventually(lambda: residencies(plane) == {"disk": "cold", "ram": "cold"})
 
 
+def warm_bytes(plane: Any) -> dict[str, int | None]:
+    view = plane.control.views.pools()
+    places = {place: view["warm"][place]["bytes"] for place in ("ram", "disk")}
+    return {pool["name"]: pool["warm_bytes"] for pool in view["pools"]} | {f"in {at}": n for at, n in places.items()}
+
+
+async def test_what_was_in_the_memory_of_an_engine_that_is_away_is_unknown_and_what_is_on_disk_is_shown(engine):
+    async with with_two_states(engine) as plane:
+        before = warm_bytes(plane)
+        assert None not in before.values()
+        assert before["in ram"] > before["in disk"] == before["disk"] > 0
+        on_disk = {"disk": before["disk"], "ram": None, "in ram": None, "in disk": before["disk"]}
+        await engine.kill()
+        await eventually(lambda: plane.control.watch.state == "away")
+        assert {pool["residency"] for pool in plane.control.views.pools()["pools"]} == {None}
+        assert warm_bytes(plane) == on_disk
+        hold = Hold()
+        engine.on("list", "request", hold)
+        await engine.start()
+        await hold.reached()
+        assert (warm_bytes(plane), residencies(plane)) == (on_disk, {"disk": "warm", "ram": "cold"})
+        hold.release()
+        await eventually(lambda: plane.control.saved.known)
+        listed = plane.engine.saved.usage()["disk"]["bytes"]  # with the header of the file
+        assert warm_bytes(plane) == {"disk": listed, "ram": 0, "in ram": 0, "in disk": listed}
+
+
 async def test_until_the_list_is_known_a_sleep_leaves_warm_what_is_saved(engine):
     async with with_two_states(engine) as plane:
         engine.sleep()
