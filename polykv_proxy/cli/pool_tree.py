@@ -5,6 +5,7 @@ system          1,740  1,740    80.2 MB  resident pinned
 ├─ reviewer     1,902    162     7.5 MB  resident
 │  ▸ agent-1               52     2.4 MB  generating  48.1 tok/s
 └─ tester       1,688    240    11.1 MB  resident grace 5 min
+unpooled                 786    18.1 MB  2 sessions
 """
 
 import math
@@ -38,12 +39,12 @@ def summary(view: Mapping[str, Any]) -> "Footer":
     from polykv_proxy.tree.placement import is_sparse
 
     pools = view["pools"]
-    n_sessions = sum(len(pool["sessions"]) for pool in pools)
+    n_sessions = sum(len(pool["sessions"]) for pool in pools) + len((view.get("unpooled") or {}).get("sessions", ()))
     high, used = view.get("kv_cells_high"), view.get("kv_cells_used")
     stray = f", highest {count(high)}" if high and used is not None and is_sparse(used, high) else ""
     parts = [
         f"{count(len(pools))} pool{'' if len(pools) == 1 else 's'}, depth {view.get('tree_depth', UNKNOWN)}",
-        f"{count(n_sessions)} session{'' if n_sessions == 1 else 's'}",
+        _n_sessions(n_sessions),
         f"sequences {count(view.get('seq_ids_used'))}/{count(view.get('seq_ids_max'))}",
         f"cells {count(used)}/{count(view.get('kv_cells_total'))}{stray}",
     ]
@@ -51,7 +52,7 @@ def summary(view: Mapping[str, Any]) -> "Footer":
     saved = [
         f"{human_bytes(place['bytes'])} {where}"
         for key, where in (("ram", "in memory"), ("disk", "on disk"))
-        if (place := warm.get(key)) and place["bytes"]
+        if (place := warm.get(key)) and (place["bytes"] or (place["bytes"] is None and place.get("max_bytes")))
     ]
     parts += [f"warm {', '.join(saved)}"] if saved else []
     n_hits = sum(place.get("hits", 0) for key in ("ram", "disk") if (place := warm.get(key)))
@@ -84,7 +85,14 @@ def draw_tree(view: Mapping[str, Any]) -> "FittedTable":
                 stack.append((child, guide + ("└─ " if last else "├─ "), guide + ("   " if last else "│  "), level + 1))
             else:  # no room for more guides at 80 columns: say the level instead
                 stack.append((child, f"{guide}{level + 1}: ", guide, level + 1))
+    rows += _unpooled_rows(view.get("unpooled"))
     return FittedTable(("pool", "prefix", "own", "KV", "where"), rows, label_at=0, label_keeps=_TREE_LABEL)
+
+
+def has_unpooled(view: Mapping[str, Any]) -> bool:
+    """Whether anything is in the cache, or anybody there, without a pool."""
+    unpooled = view.get("unpooled") or {}
+    return bool(unpooled.get("sessions") or unpooled.get("kv_cells"))
 
 
 def list_table(view: Mapping[str, Any]) -> "FittedTable":
@@ -109,6 +117,23 @@ def list_table(view: Mapping[str, Any]) -> "FittedTable":
     return FittedTable(headings, rows, label_at=1, label_keeps=_LIST_LABEL)
 
 
+def _n_sessions(n: int) -> str:
+    return f"{count(n)} session{'' if n == 1 else 's'}"
+
+
+def _unpooled_rows(unpooled: Mapping[str, Any] | None) -> "Iterator[Row]":
+    """The rest of the cache, so that the column adds up: who has no pool, by number."""
+    from rich.text import Text
+
+    from polykv_proxy.cli.fitting import Label, Row
+
+    if unpooled is None or not (unpooled["sessions"] or unpooled["kv_cells"]):
+        return
+    numbers = ("", count(unpooled["kv_cells"]), human_bytes(unpooled["kv_bytes"]))
+    label = Label("", "unpooled", short="unpooled", least="unpooled", style="bright_black")
+    yield Row(label, numbers, [Text(_n_sessions(len(unpooled["sessions"])))])
+
+
 def _pool_label(pool: Mapping[str, Any], guide: str) -> "Label":
     """A name that is cut is no name to type, so its id goes before it then."""
     from polykv_proxy.cli.fitting import Label
@@ -124,6 +149,8 @@ def _where(pool: Mapping[str, Any]) -> "list[Text]":
     parts = [Text(str(residency or "unknown"), style=_COLOURS.get(residency, ""))]
     if residency == "warm":
         parts.append(Text(human_bytes(pool["warm_bytes"]), style="cyan"))
+    elif residency is None and pool.get("warm_bytes"):
+        parts.append(Text(f"{human_bytes(pool['warm_bytes'])} on disk", style="cyan"))
     if pool.get("pinned"):
         parts += [Text(word, style="magenta") for word in _PINNED[bool(pool.get("orphaned_pin"))]]
     if pool.get("auto"):

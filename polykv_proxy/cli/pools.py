@@ -40,7 +40,7 @@ Ttl = Annotated[float | None, typer.Option("--ttl", min=0, metavar="SECONDS", he
 @app.command("tree")
 def tree(url: Url = DEFAULT_URL, admin_key: AdminKey = None, as_json: AsJson = False) -> None:
     """Draw the tree: prefix length, own tokens and KV, where it is, sessions with tokens per second."""
-    from polykv_proxy.cli.pool_tree import draw_tree, summary
+    from polykv_proxy.cli.pool_tree import draw_tree, has_unpooled, summary
 
     with ending_well(), control_client(url, admin_key) as control:
         view = control.get("/polykv/pools")
@@ -49,7 +49,8 @@ def tree(url: Url = DEFAULT_URL, admin_key: AdminKey = None, as_json: AsJson = F
             return
         if not view["pools"]:
             show("No pools. Make one with: polykvctl pools create --prompt-file FILE --name NAME")
-            return
+            if not has_unpooled(view):
+                return
         show(draw_tree(view))
         show("")
         show(summary(view))

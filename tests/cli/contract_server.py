@@ -6,14 +6,14 @@ arrived; ``answer_next`` makes the next answer a given one.
 
 import json
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 from typing import Any, Self
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from polykv_proxy.errors import PolyKVError
-from polykv_proxy.ids import PoolId, SeqId
+from polykv_proxy.ids import PoolId, SeqId, SlotId
 from polykv_proxy.tree.accounting import account, parts_of
 from polykv_proxy.tree.cells import CellBook
 from polykv_proxy.tree.pool import Pool
@@ -141,7 +141,8 @@ class ContractServer:
             assert pool.seq_id is not None
             book.adopt(pool.seq_id, 1, parts_of(self.tree, pool))
         retention = RetentionFacts(in_use=self.in_use, grace_end_s=lambda _: self.grace_end_s)
-        accounts = account(self.tree, {}, book)
+        slots = {SlotId(at): session.suffix_n_tokens for at, session in enumerate(self.sessions)}
+        accounts = replace(account(self.tree, {}, book), slot_cells=slots)
         picture = TreePicture(self.tree, self.sessions, self.engine, accounts=accounts, retention=retention, top=top)
         return picture.whole()
 

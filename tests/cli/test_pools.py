@@ -124,6 +124,38 @@ def test_a_session_outside_the_cache_is_shown_with_what_is_kept_of_it(
     assert not any(line.endswith((" 2.4", "no", " 48.1")) for line in lines), "no number without its unit"
 
 
+def test_what_has_no_pool_is_a_line_of_its_own_and_counted(server: ContractServer) -> None:
+    server.resident(add_root(server.tree, toks(range(100)), name="desk"))
+    for name, n_tokens in (("a", 700), ("b", 86)):
+        server.sessions.append(
+            SessionFacts(session_id=SessionId(name), pool_id=None, pool_n_tokens=0, suffix_n_tokens=n_tokens)
+        )
+    view = json.loads(run(server, "tree", "--json").stdout)
+    view["unpooled"] |= {"kv_cells": 786, "kv_bytes": 786 * 23040}
+    server.answer_next = (200, json.dumps(view).encode(), {})
+    lines = run(server, "tree").stdout.splitlines()
+    assert lines[2].split() == ["unpooled", "786", "18.1", "MB", "2", "sessions"]
+    assert lines[4].startswith("1 pool, depth 1 · 2 sessions · ")
+    view |= {"pools": [], "tree_depth": 0}
+    server.answer_next = (200, json.dumps(view).encode(), {})
+    lines = run(server, "tree").stdout.splitlines()
+    assert lines[0].startswith("No pools. Make one with: ")
+    assert lines[2].split() == ["unpooled", "786", "18.1", "MB", "2", "sessions"]
+
+
+def test_of_an_engine_that_is_away_only_what_is_on_disk_is_shown(server: ContractServer) -> None:
+    server.resident(add_root(server.tree, toks(range(100)), name="desk"))
+    view = json.loads(run(server, "tree", "--json").stdout)
+    pool = view["pools"][0]
+    for of_pool, shown in ((None, "unknown"), (41_400_000, "unknown 41.4 MB on disk")):
+        pool |= {"residency": None, "expires_ts": None, "own_kv_bytes": None, "warm_bytes": of_pool}
+        places = {"ram": {"bytes": None, "max_bytes": 1 << 30}, "disk": {"bytes": of_pool, "max_bytes": 0}}
+        server.answer_next = (200, json.dumps(view | {"warm": places}).encode(), {})
+        told = run(server, "tree").stdout
+        assert told.splitlines()[1].split(maxsplit=4)[4] == shown
+        assert " warm ? in memory" in " ".join(told.split())
+
+
 def test_deep_tree_stays_within_80_columns(server: ContractServer) -> None:
     pool = add_root(server.tree, toks(range(9)), name="n" * 40)
     for _ in range(64):
