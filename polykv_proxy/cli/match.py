@@ -49,25 +49,32 @@ def match(
         if as_json:
             echo_json(answer)
         else:
-            typer.echo("\n".join(_told(answer)))
+            typer.echo("\n".join(_told(answer, of_messages=messages is not None)))
 
 
-def _told(answer: dict[str, Any]) -> list[str]:
+def _told(answer: dict[str, Any], *, of_messages: bool) -> list[str]:
     n_shared, n_left = answer["prefix_n_tokens"], answer["uncached_n_tokens"]
     reason, divergence = answer["miss_reason"], answer["divergence"]
     which = "no pool" if answer["pool_id"] is None else called(answer)
     lines = [f"{which}: {count(n_shared)} of {count(n_shared + n_left)} tokens shared, {count(n_left)} to prefill"]
+    if of_messages and n_shared and divergence is None:
+        lines.append("to prefill: what follows the pool; the template's cue to answer is part of it")
     if divergence is not None:
-        lines.append(f"{reason}: {_where(divergence)}")
+        lines.append(f"{reason}: {_where(divergence, is_shared=n_shared > 0)}")
     elif reason is not None:
         lines.append(f"{reason}: {_REASONS[reason]}" if reason in _REASONS else reason)
     return lines
 
 
-def _where(divergence: dict[str, Any]) -> str:
-    length = divergence["pool_prefix_len"]
+def _where(divergence: dict[str, Any], *, is_shared: bool) -> str:
+    length, pos = divergence["pool_prefix_len"], divergence["pos"]
     if length is None:
         return "no pool begins with the first token"
-    place = f"the prompt leaves the pool of {count(length)} tokens at token {count(divergence['pos'])}"
+    pool = f"pool {divergence['pool_id']} ({count(length)} tokens)"
+    if not is_shared and pos:
+        return f"only the first {count(pos)} tokens are those of {pool}: too few to share"
+    if not is_shared:
+        return f"the prompt and {pool} do not even begin with the same token"
+    place = f"the prompt leaves {pool} at token {count(pos)}"
     message = divergence.get("message")
     return place if message is None else f"{place}, in message {message}"

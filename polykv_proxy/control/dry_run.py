@@ -91,7 +91,11 @@ class DryRun:
             pool = self._tree.get(match.pool_id) if match is not None else None
         if n_prefix is None:
             n_prefix = self._tree.lcp(pool.pool_id, tokens) if pool is not None else 0
-        told: dict[str, Any] = {"pos": n_prefix, "pool_prefix_len": pool.prefix_len if pool is not None else None}
+        told: dict[str, Any] = {
+            "pos": n_prefix,
+            "pool_id": pool.pool_id if pool is not None else None,
+            "pool_prefix_len": pool.prefix_len if pool is not None else None,
+        }
         if source.messages is not None:
             told["message"] = await self.message_at(source, source.messages, tokens, n_prefix)
         return told

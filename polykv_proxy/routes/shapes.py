@@ -262,6 +262,8 @@ class Divergence(_Shape):
 
     pos: Count
     """The first token that the pool does not have."""
+    pool_id: int | None
+    """That pool, also when too little of it is shared for the prompt to get it."""
     pool_prefix_len: Count | None
     """null: no pool has even the first token."""
     message: Count | None = None

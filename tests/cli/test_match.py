@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -37,10 +38,12 @@ async def test_messages_from_a_file_and_from_stdin(proxy: str, tmp_path: Path) -
     told = await match(proxy, "--messages", str(file))
     assert (told.exit_code, told.stderr) == (0, "")
     assert told.stdout.startswith("pool 1 (base): ")
-    assert len(told.stdout.splitlines()) == 1
+    assert told.stdout.splitlines()[1:] == [
+        "to prefill: what follows the pool; the template's cue to answer is part of it"
+    ]
     edited = json.dumps([SYSTEM, ASK | {"content": "Why?"}])
     told = await match(proxy, "--messages", "-", "--pool", "base", stdin=edited)
-    assert told.stdout.splitlines()[1].startswith("diverged: the prompt leaves the pool of ")
+    assert told.stdout.splitlines()[1].startswith("diverged: the prompt leaves pool 1 (")
     assert told.stdout.splitlines()[1].endswith(", in message 1")
     answer = json.loads((await match(proxy, "--messages", "-", "--pool", "1", "--json", stdin=edited)).stdout)
     assert answer.keys() == {"pool_id", "name", "prefix_n_tokens", "uncached_n_tokens", "miss_reason", "divergence"}
@@ -59,6 +62,17 @@ async def test_tokens_and_prompts(proxy: str, tmp_path: Path) -> None:
             "no pool: 0 of 5 tokens shared, 5 to prefill",
             "diverged: no pool begins with the first token",
         ]
+
+
+async def test_what_is_too_short_to_be_shared_is_said_to_be(proxy: str) -> None:
+    other = json.dumps([{"role": "user", "content": "Good morning."}])
+    first, why = (await match(proxy, "--messages", "-", stdin=other)).stdout.splitlines()
+    assert first.startswith("no pool: 0 of ")
+    assert re.fullmatch(
+        r"diverged: only the first \d+ tokens are those of pool 1 \(\d+ tokens\): too few to share", why
+    )
+    _, why = (await match(proxy, "--tokens", "-", "--pool", "base", stdin="1")).stdout.splitlines()
+    assert re.fullmatch(r"diverged: the prompt and pool 1 \(\d+ tokens\) do not even begin with the same token", why)
 
 
 async def test_how_it_ends(proxy: str) -> None:

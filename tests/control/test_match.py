@@ -55,7 +55,7 @@ async def test_tokens_need_no_rendering_and_an_engine_that_was_there_once(plane)
     assert len(plane.engine.requests("/polykv/engine/render")) == n
     await plane.engine.kill()
     told = await match(plane, tokens=[*range(30), 99])
-    assert (told["miss_reason"], told["divergence"]) == ("diverged", {"pos": 30, "pool_prefix_len": 40})
+    assert (told["miss_reason"], told["divergence"]) == ("diverged", {"pos": 30, "pool_id": 1, "pool_prefix_len": 40})
     await plane.refused(503, "upstream_unavailable", "POST", "/polykv/match", {"prompt": "x"})
     await plane.engine.start()
     await eventually(lambda: plane.control.hooks)
@@ -81,9 +81,9 @@ async def test_where_nothing_matches_it_says_how_far_the_nearest_went(plane):
     await plane.create(tokens=list(range(40)))
     told = await match(plane, tokens=[0, 1, 2, 9])
     assert (told["pool_id"], told["miss_reason"]) == (None, "diverged")
-    assert told["divergence"] == {"pos": 3, "pool_prefix_len": 40}
-    assert (await match(plane, tokens=[7]))["divergence"] == {"pos": 0, "pool_prefix_len": None}
-    assert (await match(plane, tokens=[7], pool_id=1))["divergence"] == {"pos": 0, "pool_prefix_len": 40}
+    assert told["divergence"] == {"pos": 3, "pool_id": 1, "pool_prefix_len": 40}
+    assert (await match(plane, tokens=[7]))["divergence"] == {"pos": 0, "pool_id": None, "pool_prefix_len": None}
+    assert (await match(plane, tokens=[7], pool_id=1))["divergence"] == {"pos": 0, "pool_id": 1, "pool_prefix_len": 40}
 
 
 @pytest.mark.parametrize("at", range(4))

@@ -328,7 +328,7 @@ async def test_match_is_a_dry_run(plane):
     }
     _, answer = await plane.call("POST", "/polykv/match", {"prompt": "You are an agent; no", "pool_id": "a"})
     assert (answer["prefix_n_tokens"], answer["miss_reason"]) == (16, "diverged")
-    assert answer["divergence"] == {"pos": 16, "pool_prefix_len": 18}
+    assert answer["divergence"] == {"pos": 16, "pool_id": 1, "pool_prefix_len": 18}
     _, answer = await plane.call("POST", "/polykv/match", {"tokens": [1, 2]})
     assert (answer["pool_id"], answer["miss_reason"]) == (None, "diverged")
     await plane.refused(404, "pool_not_found", "POST", "/polykv/match", {"prompt": "x", "pool_id": "b"})
