@@ -23,7 +23,7 @@ _HELD = {
     "cells": "for free cells",
     "pool": "until its pool was back in the cache",
     "shared_prefill": "for another request that begins alike",
-    "saved_state": "while states of sessions were saved or loaded",
+    "saved_state": "while saved state of a pool or session was written or loaded for it",
 }
 _REASONS = {
     "no_pool": "no pool fits: there are none, or not the one that was named",
@@ -38,8 +38,10 @@ _AGAINST = {
     "session": "its session's last prompt",
     "answer": "its session's last prompt and the answer to it",
     "pool": "its pool",
-    "family": "a prompt of those it belongs to",
+    "family": "an earlier prompt of those it belongs together with",
 }
+_UNREAD = ("invalid_json", "body_timeout", "body_too_large")
+_WIDTH = 80
 
 
 def explain(
@@ -63,7 +65,16 @@ def explain(
         if as_json:
             echo_json(found[0])
         else:
-            typer.echo("\n".join(told(found[0])))
+            typer.echo("\n".join(line for fact in told(found[0]) for line in _folded(fact)))
+
+
+def _folded(line: str) -> list[str]:
+    """Break it between words at 80 columns, behind the column of what it is about; what a client said stays whole."""
+    import textwrap
+
+    if line.startswith(" "):
+        return [line]
+    return textwrap.wrap(line, _WIDTH, subsequent_indent=" " * 8, break_long_words=False, break_on_hyphens=False)
 
 
 def told(receipt: dict[str, Any]) -> list[str]:
@@ -72,13 +83,14 @@ def told(receipt: dict[str, Any]) -> list[str]:
     how = "streamed" if receipt["stream"] else "in one piece"
     end = f"error {plain(receipt['error'])}" if receipt["error"] else f"status {status}" if status else "under way"
     lines = [
-        f"request {plain(receipt['request_id'])}: {plain(receipt['path'])}, {how}, {received}, {end}",
+        f"request {plain(receipt['request_id'])}: {plain(receipt['path'])}, {how}",
+        f"at      {received}, {end}",
         *_who(receipt),
         *_prefix(receipt),
         *_times(receipt),
     ]
     if receipt["divergence"] is not None:
-        lines += _divergence(receipt["divergence"])
+        lines += _divergence(receipt["divergence"]) + _remedy(receipt["divergence"])
     if receipt["normalised"]:
         lines.append(f"pinned  {', '.join(receipt['normalised'])}: the engine got what came first there")
     return lines
@@ -99,7 +111,7 @@ def _who(receipt: dict[str, Any]) -> list[str]:
 
 def _prefix(receipt: dict[str, Any]) -> list[str]:
     if receipt["session_id"] is None:
-        return ["refused before it was read"]
+        return [f"refused{' before it was read' if receipt['error'] in _UNREAD else ''}: {_refusal(receipt['error'])}"]
     if receipt["decision"] is None:
         return ["waits, or its client left while it did"]
     pool = "no pool" if receipt["pool_id"] is None else f"pool {receipt['pool_id']}"
@@ -134,10 +146,9 @@ def _ms(seconds: float) -> str:
 
 
 def _divergence(divergence: dict[str, Any]) -> list[str]:
-    where = _AGAINST[divergence["against"]]
+    line = f"differs from {_AGAINST[divergence['against']]}"
     if divergence["expected_n_tokens"] is not None:
-        where += f" of {count(divergence['expected_n_tokens'])} tokens"
-    line = f"leaves  {where}"
+        line += f" ({count(divergence['expected_n_tokens'])} tokens)"
     if divergence["position"] is not None:
         line += f" at token {count(divergence['position'])}"
     if divergence["field"] is not None:
@@ -152,8 +163,33 @@ def _divergence(divergence: dict[str, Any]) -> list[str]:
             line += f", part {divergence['part']}"
     lines, span = [line], divergence["span"]
     if span is not None:
-        place = f"        characters {span['start']} to {span['end']}, the first other one at {span['differs_at']}"
+        nth = _nth(span["differs_at"] - span["start"] + 1)
+        place = f"        the line at character {count(span['start'])}, from its {nth} character on"
         lines.append(place if span["text"] is None else f"{place}:")
         if span["text"] is not None:
             lines.append(f"        {plain(span['text'])}")
     return lines
+
+
+def _nth(n: int) -> str:
+    """``1st``, ``2nd``, ``11th``."""
+    return f"{n:,}{'th' if n % 100 in (11, 12, 13) else {1: 'st', 2: 'nd', 3: 'rd'}.get(n % 10, 'th')}"
+
+
+def _remedy(divergence: dict[str, Any]) -> list[str]:
+    """Where a line that changes by itself is what differs: that it can be pinned."""
+    from polykv_proxy.relay.normalise import kind_of
+
+    span = divergence["span"]
+    if span is None or span["text"] is None or divergence["role"] not in (None, "system", "developer"):
+        return []
+    kind = kind_of(span["text"], is_first=span["start"] == 0)
+    if kind is None:
+        return []
+    return [f"remedy  start the proxy with POLYKV_NORMALISE={kind}: the engine then gets this line as it came first"]
+
+
+def _refusal(error: str | None) -> str:
+    if error == "pool_not_found":
+        return "there is no such pool, and x-polykv-strict asks for an error then (`polykvctl pools ls`)"
+    return plain(error or "its client left")

@@ -38,6 +38,13 @@ _DATE = re.compile(
 _Path = tuple[str | int, ...]
 
 
+def kind_of(line: str, *, is_first: bool) -> str | None:
+    """Which kind of line it is, if it is one that can be pinned. ``is_first``: of its system prompt."""
+    if is_first and _BILLING.match(line) is not None:
+        return BILLING
+    return DATE if _DATE.match(line) is not None else None
+
+
 class Normaliser:
     """``kinds``: which lines. ``today``: the day that dates are pinned for."""
 

@@ -45,14 +45,16 @@ async def test_the_latest_and_one_by_its_id(proxy: str) -> None:
         told = await explain(proxy, *args)
         assert (told.exit_code, told.stderr) == (0, "")
         lines = told.stdout.splitlines()
-        assert lines[0].startswith("request second: /v1/chat/completions, in one piece, ")
-        assert lines[0].endswith(", status 200")
-        assert lines[1] == "session s, in slot 0"
-        assert lines[2].startswith("prefix  no pool: 0 tokens expected, ")
+        assert lines[0] == "request second: /v1/chat/completions, in one piece"
+        assert lines[1].startswith("at      20")
+        assert lines[1].endswith(", status 200")
+        assert lines[2] == "session s, in slot 0"
+        assert lines[3].startswith("prefix  no pool: 0 tokens expected, ")
         assert "missed  diverged: the prompt leaves what it was expected to begin with" in lines
-        leaves = next(line for line in lines if line.startswith("leaves  "))
-        assert leaves.startswith("leaves  its session's last prompt of ")
-        assert leaves.endswith(", in messages[1] (user)")
+        differs = " ".join(told.stdout.split())
+        assert "differs from its session's last prompt (" in differs
+        assert ", in messages[1] (user) the line at character 0, from its 13th character on: look at" in differs
+        assert max(map(len, lines)) <= 80
         assert lines[-1].strip() == "look at the lexer"
     told = await explain(proxy, "first", "--json")
     answer = json.loads(told.stdout)
@@ -63,8 +65,35 @@ async def test_a_refusal(proxy: str) -> None:
     async with httpx.AsyncClient(base_url=proxy, trust_env=False) as client:
         await client.post("/v1/chat/completions", content=b"{", headers={"x-request-id": "bad"})
     lines = (await explain(proxy)).stdout.splitlines()
-    assert lines[0].endswith(", error invalid_json")
-    assert "refused before it was read" in lines
+    assert lines[1].endswith(", error invalid_json")
+    assert lines[2] == "refused before it was read: invalid_json"
+
+
+async def test_a_refusal_of_what_was_read(proxy: str) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}], "pool_id": "nope"}
+    async with httpx.AsyncClient(base_url=proxy, trust_env=False) as client:
+        refused = await client.post("/v1/chat/completions", json=body, headers={"x-polykv-strict": "1"})
+    assert refused.status_code == 404
+    told = (await explain(proxy)).stdout
+    assert "before it was read" not in told
+    assert "refused: there is no such pool, and x-polykv-strict asks for an error then" in " ".join(told.split())
+
+
+async def test_a_line_that_can_be_pinned(proxy: str) -> None:
+    for request_id, day in (("a", "2026-11-29"), ("b", "2026-11-30")):
+        messages = [
+            {"role": "system", "content": f"Today's date is {day}.\n{RULES}"},
+            {"role": "user", "content": "go"},
+        ]
+        async with httpx.AsyncClient(base_url=proxy, trust_env=False) as client:
+            body = {"messages": messages, "max_tokens": 2}
+            await client.post("/v1/chat/completions", json=body, headers={"x-request-id": request_id})
+    told = (await explain(proxy, "b")).stdout
+    lines = told.splitlines()
+    assert "        the line at character 0, from its 25th character on:" in lines
+    assert "        Today's date is 2026-11-30." in lines
+    assert "remedy  start the proxy with POLYKV_NORMALISE=date: " in told
+    assert max(map(len, lines)) <= 80
 
 
 async def test_text_of_clients_is_shown_escaped(proxy: str) -> None:
