@@ -188,4 +188,4 @@ def run(settings: Settings, *, ready: Callable[[str], None] | None = None) -> No
         try:
             runner.run(serve(settings, ready=ready))
         except PolyKVError as e:
-            raise SystemExit(f"error: {e.message}") from e
+            raise SystemExit(f"polykvctl: {e.message}") from e

@@ -238,6 +238,8 @@ def _one_line(error: ValidationError, flags: Mapping[str, Any], from_file: Mappi
         message = item["msg"].removeprefix("Value error, ")
         if item["type"] == "extra_forbidden":
             message = "no such setting"
+        elif name.endswith("_bytes") and item["type"].startswith("int_"):
+            message = "is a whole number of bytes, like 1073741824 for 1 GiB"
         shown = "" if "key" in name or item["type"] == "extra_forbidden" else f" (got {item['input']!r})"
         parts.append(f"{where}: {message}{shown}")
     return "; ".join(parts)

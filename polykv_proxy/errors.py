@@ -142,7 +142,8 @@ class ContextLengthExceeded(RequestError):
 
     def __init__(self, *, n_prompt_tokens: int, n_ctx: int):
         super().__init__(
-            f"the prefix ({n_prompt_tokens} tokens) exceeds the available context size ({n_ctx} tokens)",
+            f"the prefix ({n_prompt_tokens} tokens) exceeds the available context size ({n_ctx} tokens): "
+            "shorten it, or start the engine with a larger --ctx (llama-server: -c)",
             type="exceed_context_size_error",
             n_prompt_tokens=n_prompt_tokens,
             n_ctx=n_ctx,
@@ -155,7 +156,8 @@ class PromptTooLarge(ContextLengthExceeded):
     def __init__(self, *, n_bytes: int, n_ctx: int):
         RequestError.__init__(
             self,
-            f"the prompt ({n_bytes} bytes) is too large for the available context size ({n_ctx} tokens)",
+            f"the prompt ({n_bytes} bytes) is too large for the available context size ({n_ctx} tokens): "
+            "shorten it, or start the engine with a larger --ctx (llama-server: -c)",
             type="exceed_context_size_error",
             n_bytes=n_bytes,
             n_ctx=n_ctx,

@@ -52,28 +52,30 @@ def main() -> None:
 
 def _report(error: Exception) -> int:
     """Print what a person needs to know and return the exit status; re-raise our own bugs."""
+    from polykv_proxy.cli.output import complain
     from polykv_proxy.config import ConfigError
     from polykv_proxy.engine.problem import EngineProblem
 
     if isinstance(error, EngineProblem):
         if error.detail:
             print(error.detail, file=sys.stderr)
-        print(f"polykvctl: {error.message}", file=sys.stderr)
+        complain(f"polykvctl: {error.message}")
         return 1
     if isinstance(error, ConfigError):
-        print(f"polykvctl: {error}", file=sys.stderr)
+        complain(f"polykvctl: {error}")
         return 2
     if isinstance(error, OSError):  # a full disk, a folder that is not ours, a closed pipe
-        print(f"polykvctl: {error}", file=sys.stderr)
+        complain(f"polykvctl: {error}")
         return 1
     # typer's own exceptions (wrong usage), wherever its version keeps them
     message = getattr(error, "format_message", None)
     if message is None:
         raise error
     path = getattr(getattr(error, "ctx", None), "command_path", "polykvctl")
-    print(
-        message() if type(error).__name__ == "NoArgsIsHelpError" else f"{path}: {_one_line(message())}", file=sys.stderr
-    )
+    if type(error).__name__ == "NoArgsIsHelpError":
+        print(message(), file=sys.stderr)
+    else:
+        complain(f"{path}: {_one_line(message())}")
     return int(getattr(error, "exit_code", 2))
 
 

@@ -14,6 +14,13 @@ from urllib.parse import quote
 import httpx
 
 _CONNECT_S = 5.0
+_NEXT = {
+    "pool_not_found": "`polykvctl pools ls` shows what is there",
+    "session_not_found": "`polykvctl sessions` shows who is there",
+    "pool_has_children": "--recursive releases what is below it too",
+    "upstream_unavailable": "is the llama-server of --upstream running? `polykvctl doctor` tells its URL",
+}
+"""What to do next, by the code of the error."""
 
 
 class ControlProblem(Exception):
@@ -159,8 +166,8 @@ def _complaint(answer: httpx.Response, parsed: Any) -> str:
     line = f"{problem['message']} ({code}, {status})" if isinstance(code, str) else f"{problem['message']} ({status})"
     if answer.status_code == 401:
         line += "; give the key with --admin-key or POLYKV_ADMIN_KEY"
-    if code == "pool_has_children":
-        line += "; --recursive releases what is below it too"
+    if code in _NEXT:
+        line += f"; {_NEXT[code]}"
     if wait_s := answer.headers.get("retry-after"):
         line += f"; try again in {wait_s} s"
     return line

@@ -6,6 +6,9 @@ nor rich interprets it.
 
 import contextlib
 import json
+import shutil
+import sys
+import textwrap
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -37,8 +40,16 @@ def ending_well() -> Iterator[None]:
     try:
         yield
     except ControlProblem as problem:
-        typer.echo(f"polykvctl: {problem}", err=True)
+        complain(f"polykvctl: {problem}")
         raise typer.Exit(problem.exit_code) from None
+
+
+def complain(line: str) -> None:
+    """Print an error: for a terminal broken between words, else one line, for scripts and logs."""
+    if sys.stderr.isatty():
+        width = shutil.get_terminal_size().columns
+        line = textwrap.fill(line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    print(line, file=sys.stderr)
 
 
 def control_client(url: str, admin_key: str | None) -> "ControlClient":
@@ -97,6 +108,12 @@ def shown(field: str, value: Any) -> str:
         return "yes" if value else "no"
     if field.endswith("_bytes"):
         return human_bytes(value)
+    if field in ("tps", "tps_ewma"):
+        return f"{value:.1f} tok/s"
+    if field.endswith("_ms"):
+        return f"{value:,.0f} ms"
+    if field.endswith("_s"):
+        return f"{value:,g} s"
     if field.endswith("_ts"):
         from datetime import UTC, datetime
 
@@ -105,4 +122,6 @@ def shown(field: str, value: Any) -> str:
         return ", ".join(f"{name.removesuffix('_bytes')} {shown(name, part)}" for name, part in value.items())
     if isinstance(value, list):
         return ", ".join(map(str, value)) or "none"
+    if isinstance(value, int) and not field.endswith("_id") and field != "parent":
+        return count(value)
     return str(value)

@@ -208,15 +208,20 @@ def evict(
 def flush(ref: Ref, url: Url = DEFAULT_URL, admin_key: AdminKey = None, as_json: AsJson = False) -> None:
     """Evict a pool and everything below it, except what is pinned or has requests running."""
     with ending_well(), control_client(url, admin_key) as control:
+        before = {} if as_json else {pool["pool_id"]: pool for pool in control.get(_path(ref))["pools"]}
         answer = control.post(_path(ref, "flush"), None)
         if as_json:
             echo_json(answer)
             return
+
+        def name(pool_id: int) -> str:
+            return called(before.get(pool_id, {"pool_id": pool_id}))
+
         if not answer["evicted"] and not answer["kept"]:
             typer.echo("nothing to evict: neither this pool nor any below it has a sequence in the cache")
             return
-        kept = ", ".join(f"{pool['pool_id']} ({pool['reason'].replace('_', ' ')})" for pool in answer["kept"])
-        typer.echo(f"evicted      {', '.join(map(str, answer['evicted'])) or 'none'}")
+        kept = ", ".join(f"{name(pool['pool_id'])}: {pool['reason'].replace('_', ' ')}" for pool in answer["kept"])
+        typer.echo(f"evicted      {', '.join(map(name, answer['evicted'])) or 'none'}")
         typer.echo(f"kept         {kept or 'none'}")
         typer.echo(f"freed        {shown('freed', answer['freed'])}")
 

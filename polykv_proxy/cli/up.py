@@ -65,6 +65,7 @@ def up(
     sizes = EngineSizes(n_slots=parallel, max_pools=max_pools, n_batch=batch)
     if (refused := check_sizes(sizes)) is not None:
         raise typer.BadParameter(f"{refused.what}: {refused.why} ({refused.do})", param_hint="--max-pools")
+    model = model.expanduser() if model is not None else None  # `make MODEL=~/x.gguf` leaves the ~ as it is
     if model is not None and not model.is_file():
         raise typer.BadParameter(f"there is no file {model}", param_hint="--model")
     if engine is not None and shutil.which(engine) is None:

@@ -119,7 +119,9 @@ def check_name(name: str) -> str:
     Raises:  RequestError (400)
     """
     if name.isdigit():
-        raise RequestError(f"name {name!r} is all digits: that is how pool ids look", param="name")
+        raise RequestError(
+            f"name {name!r} is all digits: that is how pool ids look; begin it with a letter", param="name"
+        )
     if name in _RESERVED:
         raise RequestError(f"name {name!r} is reserved", param="name")
     if not _NAME.fullmatch(name):

@@ -405,7 +405,10 @@ class PoolTree:
         if name is not None:
             check_name(name)
             if name in self._names:
-                raise NameTaken(f"a pool is named {name!r} already", param="name")
+                raise NameTaken(
+                    f"a pool is named {name!r} already: use it, fork it or release it, or take another name",
+                    param="name",
+                )
         plan = PoolPlan(PoolId(self._next_id), parent, branch_pos, tokens, name)
         self._next_id += 1
         self._plans[plan.pool_id] = plan

@@ -105,7 +105,8 @@ def map_hook_answer(status: int, body: Any, op: str) -> PolyKVError:
     if status == 409 and isinstance(error.get("owner"), str):
         left_ms = error.get("ttl_ms")
         return EngineOwned(
-            f"another proxy ({error['owner']}) manages the pools of this engine",
+            f"another proxy ({error['owner']}) manages the pools of this engine: use its URL, or end it "
+            "(its name is host:process id:…)",
             owner=error["owner"],
             left_s=left_ms / 1e3 if isinstance(left_ms, int | float) else None,
         )

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -52,7 +53,7 @@ async def test_pin_unpin_evict_flush(proxy: str) -> None:
     assert "pin_budget, HTTP 409" in refused.stderr
     assert "resident pinned, unused" in (await ctl(proxy, "pools", "tree")).stdout
     flushed = await ctl(proxy, "pools", "flush", "base")
-    assert flushed.stdout.splitlines()[:2] == ["evicted      none", "kept         1 (pinned)"]
+    assert flushed.stdout.splitlines()[:2] == ["evicted      none", "kept         pool 1 (base): pinned"]
     unpinned = await ctl(proxy, "pools", "unpin", "base", "--json")
     assert json.loads(unpinned.stdout)["pinned"] is False
     evicted = await ctl(proxy, "pools", "evict", "base")
@@ -60,7 +61,9 @@ async def test_pin_unpin_evict_flush(proxy: str) -> None:
         "pool 1 (base): cold",
         "freed        seq_ids 1, kv_cells 100, kv 102 kB",
     ]
-    assert json.loads((await ctl(proxy, "pools", "flush", "other", "--json")).stdout)["evicted"] == [2]
+    flushed = await ctl(proxy, "pools", "flush", "other")
+    assert flushed.stdout.splitlines()[:2] == ["evicted      pool 2 (other)", "kept         none"]
+    assert json.loads((await ctl(proxy, "pools", "flush", "other", "--json")).stdout)["evicted"] == []
     warm = await ctl(proxy, "pools", "evict", "base", "--to", "warm")
     assert (warm.exit_code, "?to=cold" in warm.stderr) == (1, True)
     wrong = await ctl(proxy, "pools", "evict", "base", "--to", "hot")
@@ -142,6 +145,8 @@ async def test_sessions_are_listed_shown_and_forgotten(proxy: str) -> None:
     shown = result.stdout
     assert "pool_id              1" in shown
     assert "suffix_n_tokens      10" in shown
+    assert re.search(r"^tps_ewma +(-|[\d,]+\.\d tok/s)$", shown, re.MULTILINE)
+    assert re.search(r"^ctx_total +\d{1,3}(,\d{3})*$", shown, re.MULTILINE)
     assert json.loads((await ctl(proxy, "sessions", "show", "agent 1", "--json")).stdout)["n_turns"] == 1
     gone = await ctl(proxy, "sessions", "delete", "agent 1")
     assert gone.stdout == "forgot session agent 1 of pool 1; 0 running\n"

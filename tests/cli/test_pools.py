@@ -15,6 +15,7 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from polykv_proxy.cli import app as polykvctl
+from polykv_proxy.cli.output import complain
 from polykv_proxy.cli.pool_tree import summary
 from polykv_proxy.cli.pools import app
 from polykv_proxy.ids import SessionId
@@ -292,7 +293,7 @@ def test_ls_lists_every_pool(server: ContractServer) -> None:
 def test_show_finds_by_name_and_draws_what_is_below(server: ContractServer) -> None:
     grow(server)
     shown = run(server, "show", "coding-agent").stdout
-    assert "prefix_len        1740" in shown
+    assert "prefix_len        1,740" in shown
     assert "own_kv_bytes      80.2 MB" in shown
     assert "└─ #3" in shown
     assert json.loads(run(server, "show", "2", "--json").stdout)["pools"][0]["pool_id"] == 2
@@ -468,3 +469,43 @@ def test_installed_command_ends_with_the_same_statuses(server: ContractServer) -
     unreachable = ended("ls", "--url", "http://127.0.0.1:1")
     assert (unreachable.returncode, len(unreachable.stderr.splitlines())) == (3, 1)
     assert (ended("ls", "--wrong").returncode, ended("create").returncode) == (2, 2)
+
+
+def test_errors_say_what_to_do_next(server: ContractServer) -> None:
+    grow(server)
+    for args, ending in (
+        (["show", "nope"], "; `polykvctl pools ls` shows what is there"),
+        (
+            ["create", "--prompt", "x", "--name", "coding-agent"],
+            "already: use it, fork it or release it, or take another name (name_taken, HTTP 409)",
+        ),
+        (["create", "--prompt", "x", "--name", "12"], "; begin it with a letter (invalid_request, HTTP 400)"),
+    ):
+        refused = run(server, *args)
+        assert (refused.exit_code, refused.stdout) == (1, "")
+        assert refused.stderr.endswith(f"{ending}\n")
+    away = {"error": {"code": "upstream_unavailable", "message": "cannot connect", "type": "upstream_error"}}
+    server.answer_next = (503, json.dumps(away).encode(), {})
+    assert run(server, "tree").stderr == (
+        "polykvctl: cannot connect (upstream_unavailable, HTTP 503); "
+        "is the llama-server of --upstream running? `polykvctl doctor` tells its URL\n"
+    )
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_an_error_is_one_line_and_broken_between_words_for_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, is_terminal: bool
+) -> None:
+    class Screen(io.StringIO):
+        def isatty(self) -> bool:
+            return is_terminal
+
+    screen = Screen()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setenv("COLUMNS", "40")
+    line = f"polykvctl: {'a word and ' * 9}a/very/{'long/' * 10}path"
+    complain(line)
+    lines = screen.getvalue().splitlines()
+    assert " ".join(part.strip() for part in lines) == line
+    assert len(lines) == 1 or is_terminal
+    assert all(len(part) <= 40 for part in lines[:-1]) or not is_terminal

@@ -246,7 +246,9 @@ def test_port_in_use_is_one_line_that_names_the_flag(flag: str) -> None:
 def test_wrong_usage_is_one_line_and_status_2(tmp_path: Path) -> None:
     missing = run("up", "--model", str(tmp_path / "no.gguf"))
     setting = run("serve", "--upstream", "ftp://here")
+    at_home = run("up", "--model", "~/no.gguf")
 
+    assert at_home.stderr == f"polykvctl up: Invalid value for --model: there is no file {Path.home() / 'no.gguf'}\n"
     assert (missing.returncode, setting.returncode) == (2, 2)
     assert missing.stderr == f"polykvctl up: Invalid value for --model: there is no file {tmp_path / 'no.gguf'}\n"
     assert setting.stderr.startswith("polykvctl: --upstream: must be like http://127.0.0.1:8080")

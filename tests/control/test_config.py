@@ -77,6 +77,10 @@ def test_state_path_is_named_after_the_upstream():
         ({"upstream_url": "localhost:8080"}, "--upstream: must be like http://127.0.0.1:8080"),
         ({"upstream_url": "http://x:99999"}, "--upstream: must be like"),
         ({"no_such": 1}, "--no-such: no such setting"),
+        (
+            {"warm_disk_bytes": "1GiB"},
+            "--warm-disk-bytes: is a whole number of bytes, like 1073741824 for 1 GiB (got '1GiB')",
+        ),
     ],
 )
 def test_wrong_flag_is_one_line_that_names_it(given, said):

@@ -83,6 +83,7 @@ async def test_a_second_proxy_on_the_same_engine_says_so_in_one_line(engine: Fak
         _, said = await asyncio.wait_for(second.communicate(), 30)
         assert second.returncode == 1
         last = said.decode().splitlines()[-1]
-        assert last.startswith("error: another proxy (")
+        assert last.startswith("polykvctl: another proxy (")
+        assert last.endswith(" use its URL, or end it (its name is host:process id:…)")
         assert "Traceback" not in said.decode()
         assert (await client.get("/polykv/health")).status_code == 200

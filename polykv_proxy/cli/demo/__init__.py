@@ -51,7 +51,7 @@ def demo(
         signal.signal(asking, lambda *_: signal.raise_signal(signal.SIGINT))  # one way out, which stops the engine
     with BuildProgress() as progress:
         binary = engine or ensure_engine(progress)
-        chosen = model or ensure_model(CHAT_MODEL, progress.say)
+        chosen = model.expanduser() if model is not None else ensure_model(CHAT_MODEL, progress.say)
     with ending_well():
         facts = _Demo(binary, chosen, n_predict, make_console(stderr=as_json)).run(compare=compare)
     if as_json:
