@@ -4,6 +4,9 @@ Stats say of a slot what it shares with the pool it was attached to, as long as 
 they say that it shares nothing, though another pool's sequence may hold the same cells: only the books know that. Of a
 slot that the books do not have as stats show it, what stats say counts.
 
+Stats that are read while a batch is being decoded have its tokens in the slots already, and not in ``cells.used``: so
+what they call free may be taken (``n_in_batch``).
+
 A unified cache is meant.
 """
 
@@ -17,6 +20,16 @@ from polykv_proxy.upstream import SlotStats, Stats
 
 NOT_STARTED = ("idle", "started")
 """A slot in one of these states drops what its request does not reuse before it takes a cell."""
+
+
+def n_in_batch(stats: Stats) -> int:
+    """Cells that the batch under way takes, at most: stats count them in the slots, and may call them free, too."""
+    n_prompt = sum(slot.n_tokens - slot.n_cached for slot in stats.slots if slot.state in ("prompt", "done_prompt"))
+    n_prompt += stats.service.n_tokens if stats.service.state != "idle" else 0
+    if n_prompt and stats.flags.n_batch is not None and not stats.flags.has_media:
+        n_prompt = min(n_prompt, stats.flags.n_batch)  # media are decoded besides, as many as follow each other
+    n_step = 1 + (stats.flags.n_draft or 0)
+    return max(0, n_prompt) + n_step * sum(slot.state == "generating" for slot in stats.slots)
 
 
 class Holdings:

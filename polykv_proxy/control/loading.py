@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from polykv_proxy.control.holdings import n_in_batch
 from polykv_proxy.control.making import MIN_MORE_TOKENS
 from polykv_proxy.control.room import Room
 from polykv_proxy.control.saved import SavedStates
@@ -221,7 +222,9 @@ class PoolLoader(PoolWarmth, ABC):
     def _n_free_cells(self) -> int:
         """Cells that nothing lies in, by the last stats; a load takes no others."""
         stats = self._watch.stats
-        return stats.cells.free if stats is not None and stats.cells is not None and stats.cells.total else 1 << 62
+        if stats is None or stats.cells is None or not stats.cells.total:
+            return 1 << 62
+        return stats.cells.free - n_in_batch(stats)
 
     async def _order_load(self, pool: Pool, state: SavedState, source: SeqId | None, n_shared: int) -> Materialized:
         """One load, believed only when the hash of what the engine holds is right."""

@@ -13,24 +13,24 @@ How many cells can be had is never known exactly, only from below, in two ways; 
     what is free, and what idle slots hold alone (the engine purges them by itself);
     everything but what the resident pools and the busy slots hold.
 
-Where the books are right both are the same (``holdings``). The first is less when an idle slot is not in them as it is,
-the second when a busy one is not.
+Where the books are right both are the same (``holdings``), as long as nobody prefills. The first is less when an idle
+slot is not in them as it is, and by what the batch under way may take; the second when a busy slot is not.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from polykv_proxy.control.holdings import NOT_STARTED, Holdings
+from polykv_proxy.control.holdings import NOT_STARTED, Holdings, n_in_batch
 from polykv_proxy.control.ledger import Ledger
 from polykv_proxy.control.promises import Promises, this_task
 from polykv_proxy.control.retention import Retention
 from polykv_proxy.control.watch import EngineWatch
 from polykv_proxy.errors import KvExhaustedForRequest, PolyKVError
-from polykv_proxy.ids import PoolId
+from polykv_proxy.ids import PoolId, SlotId
 from polykv_proxy.sessions import SessionBook
 from polykv_proxy.slots import SlotBook
 from polykv_proxy.tree.eviction import held_cells, with_ancestors, with_holders
@@ -71,7 +71,7 @@ class _Known:
     @classmethod
     def read(cls, stats: Stats, n_free_or_idle: int) -> "_Known":
         busy = [slot for slot in stats.slots if not slot.idle]
-        coming = sum(_still_to_come(slot) for slot in busy)
+        coming = sum(_still_to_come(slot) for slot in busy) + _n_of_started(stats)
         return cls(stats, n_free_or_idle - coming - GROWTH_CELLS * len(busy), _running(stats))
 
 
@@ -213,9 +213,7 @@ class Room(Promises):
         own, stats = self._promises.get(this_task()), self._watch.stats
         if own is None or not own.counted or stats is None or self.n_total is None:
             return None
-        running = _running(stats)
-        promised = sum(p.n_cells for task, p in self._live() if not self._arrived(task, p, running))
-        return own.n_cells + FIRST_CELLS + promised + sum(_still_to_come(slot) for slot in stats.slots)
+        return own.n_cells + FIRST_CELLS + self._n_coming(stats)
 
     async def wait_for(self, options: Callable[[], Sequence[int]], n_first: int = 0, n_more: int = 0) -> int:
         """Wait until one of these numbers of cells fits, and give its place in the list; the first one is preferred.
@@ -310,9 +308,20 @@ class Room(Promises):
         n_room = _n_free_or_idle(stats, holdings)
         if self.sequences.books_true:
             n_room = max(n_room, stats.cells.total - holdings.n_held())
+        else:  # what the service slot is at may be an order that was given up, and that nobody counts
+            n_room -= max(0, stats.service.n_prompt - stats.service.n_tokens)
+        return n_room - self._n_coming(stats)
+
+    def _n_coming(self, stats: Stats) -> int:
+        """Cells that were promised to others, or that their prompts have yet to take."""
         running = _running(stats)
-        promised = sum(p.n_cells for task, p in self._live() if not self._arrived(task, p, running))
-        return n_room - promised - sum(_still_to_come(slot) for slot in holdings.busy)
+        coming = [(task, p) for task, p in self._live() if not self._arrived(task, p, running)]
+        n_cells = sum(p.n_cells for _, p in coming) + sum(_still_to_come(slot) for slot in stats.slots)
+        if not any(slot.state == "started" for slot in stats.slots):
+            return n_cells
+        sessions = [self._sessions.get(p.session) for _, p in coming if p.session is not None]
+        promised = {turn.slot_id for session in sessions if session is not None for turn in session.turns.values()}
+        return n_cells + _n_of_started(stats, besides=promised)
 
     def _holdings(self, stats: Stats) -> Holdings:
         self.sequences.ledger.sync()
@@ -352,12 +361,18 @@ class Room(Promises):
 
 
 def _n_free_or_idle(stats: Stats, holdings: Holdings) -> int:
-    return (stats.cells.free if stats.cells is not None else 0) + holdings.n_resting_alone()
+    n_free = stats.cells.free if stats.cells is not None else 0
+    return n_free - n_in_batch(stats) + holdings.n_resting_alone()
 
 
 def _still_to_come(slot: SlotStats) -> int:
     """Prompt tokens that a slot has yet to take cells for."""
     return max(0, slot.n_prompt - slot.n_tokens) if slot.state == "prompt" else 0
+
+
+def _n_of_started(stats: Stats, besides: Collection[SlotId | None] = ()) -> int:
+    """Cells for prompts that the engine has, and of which no token was decoded. Theirs too who were never counted."""
+    return sum(slot.n_prompt for slot in stats.slots if slot.state == "started" and slot.id not in besides)
 
 
 def _running(stats: Stats) -> frozenset[int]:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 from polykv_proxy.control.endings import say_how_it_ended
+from polykv_proxy.control.holdings import n_in_batch
 from polykv_proxy.control.ledger import Ledger
 from polykv_proxy.control.prefixes import Prefixes
 from polykv_proxy.control.saved import SavedStates
@@ -89,11 +90,11 @@ class SlotStates:
     # Cells ---------------------------------------------------------------------------------------------------------
 
     def _n_free(self) -> int:
-        """Free cells by the last stats, less those that turns took which ended later."""
+        """Free cells by the last stats, less those that the batch under way and turns that ended later took."""
         stats = self._watch.stats
         if stats is None or stats.cells is None:
             return 0
-        n_free = stats.cells.free
+        n_free = stats.cells.free - n_in_batch(stats)
         for slot_id, session in self._resting():
             if session is None or session.held_n_tokens is None or session.held_s <= self._watch.asked_s:
                 continue

@@ -31,9 +31,9 @@ def n_stats(plane: Plane) -> int:
 class Running:
     """A request that holds a slot of the engine, and its promise, until ``end``."""
 
-    def __init__(self, plane: Plane, prompt: str, session: str):
+    def __init__(self, plane: Plane, prompt: str, session: str, *, at: str = "prefill"):
         self.hold = Hold()
-        plane.engine.on(PATH, "prefill", self.hold)
+        plane.engine.on(PATH, at, self.hold)
         self.task = asyncio.create_task(self._run(plane, prompt, session))
 
     async def _run(self, plane: Plane, prompt: str, session: str) -> None:
@@ -166,6 +166,51 @@ async def test_a_request_waits_for_one_that_runs_and_goes_when_it_ends(plane):
     assert not waiting.done()
     await running.end()
     assert (await waiting).miss_reason == "diverged"
+
+
+@pytest.mark.parametrize("books", ["true", "unsure"])
+async def test_a_batch_that_is_being_decoded_is_not_free(plane, books):
+    """The engine counts its 256 tokens in the slot already, and not in the used cells."""
+    plane.engine.n_batch = 256
+    running = Running(plane, "y" * 453, "a", at="batch")
+    await running.hold.reached()
+    stats, room = await plane.control.refresh(), plane.control.room
+    assert (stats.cells.used, stats.cells.free) == (0, 1000)
+    assert [(s.state, s.n_prompt, s.n_tokens) for s in stats.slots if not s.idle] == [("prompt", 453, 256)]
+    plane.control.residency.unsure = books == "unsure"
+    assert room.sequences.books_true is (books == "true")
+    n_room = 1000 - 453
+    assert [room._n_room(stats) >= n for n in (n_room, n_room + 1)] == [True, False]
+    assert not room.fits(n_room)
+    plane.control.residency.unsure = False
+    waiting = asyncio.create_task(decide(plane, [7] * n_room))  # one more for its first token
+    await asyncio.sleep(0.1)
+    assert not waiting.done()
+    await running.end()
+    await waiting
+
+
+async def test_the_margin_for_a_batch_is_no_larger_than_a_batch(plane):
+    """Most of the prompt is in the cache: what may not be counted yet is one batch, and nothing by the books."""
+    plane.engine.n_batch = 100
+    async with plane.session.post(plane.engine.url + PATH, json={"prompt": "y" * 250, "n_predict": 0}):
+        pass
+    stats = await plane.control.refresh()
+    slot = stats.slots[0].model_copy(update={"state": "prompt", "n_prompt": 400})
+    busy = stats.model_copy(update={"slots": (slot, *stats.slots[1:])})
+    assert (slot.n_tokens, slot.n_cached, stats.cells.used) == (250, 0, 250)
+    plane.control.residency.unsure = True
+    assert plane.control.room._n_room(busy) == 750 - 150 - 100
+    plane.control.residency.unsure = False
+    assert plane.control.room._n_room(busy) == 750 - 150
+    assert plane.control.room._n_room(stats) == 1000
+
+
+async def test_a_prompt_that_was_never_counted_is_still_to_come_when_it_starts(plane):
+    """Of a request that is relayed unread, or that did not come through the proxy."""
+    plane.engine.slots[1].state, plane.engine.slots[1].n_prompt = "started", 400
+    assert plane.control.room._n_room(await plane.control.refresh()) == 600
+    plane.engine.slots[1].state = "idle"
 
 
 async def test_promised_cells_are_not_promised_again(plane):

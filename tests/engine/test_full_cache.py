@@ -74,6 +74,22 @@ def test_room_is_made_for_requests_without_a_pool(stack: ProxyStack, noise: Nois
     assert residency(stack, pinned) == "resident"
 
 
+def test_no_answer_is_cut_while_prompts_are_prefilled(stack: ProxyStack, noise: Noise) -> None:
+    """Six clients at once, each with a prompt of its own that takes more than a third of the cells."""
+    chats = [[{"role": "user", "content": noise.text(20 + seed, 332 + 7 * seed)}] for seed in range(6)]
+    body = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
+
+    def say(messages: list[dict[str, str]]) -> httpx.Response:
+        return stack.http.post("/v1/chat/completions", json={"messages": messages, **body})
+
+    with ThreadPoolExecutor(len(chats)) as threads:
+        answers = list(threads.map(say, chats))
+    assert [answer.status_code for answer in answers] == [200] * 6
+    usages = [answer.json()["usage"] for answer in answers]
+    assert all(N_CTX // 3 < usage["prompt_tokens"] < N_CTX // 2 for usage in usages), usages
+    assert [usage["completion_tokens"] for usage in usages] == [8] * 6
+
+
 def last_of_stream(stack: ProxyStack, tokens: list[int], n_predict: int) -> dict[str, Any]:
     events = [line.removeprefix("data: ") for line in ask(stack, tokens, n_predict, stream=True).text.splitlines()]
     last: dict[str, Any] = json.loads([event for event in events if event.startswith("{")][-1])

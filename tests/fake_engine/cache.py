@@ -76,6 +76,8 @@ class Slot(Sequence):
     n_pool_shared: int = 0
     n_decoded: int = 0
     n_decoded_cum: int = 0
+    n_in_batch: int = 0
+    """Tokens of its prompt that are being decoded: stats count them, and the cells are not taken yet."""
     tps_ewma: float | None = None
     """What the stats tell; nothing in here measures."""
     t_last: float = 0.0

@@ -4,7 +4,9 @@ A fault is armed for a place and a phase: ``engine.on("materialize", "reply", dr
 
 places   a path (``/v1/chat/completions``), ``*``, or a hook (``materialize snapshot save load forget clear free cells
          list stats render owner``)
-phases   ``request`` nothing done yet · ``prefill`` slot taken, nothing decoded · ``reply`` work done, nothing sent ·
+phases   ``request`` nothing done yet · ``prefill`` slot taken, nothing decoded ·
+         ``batch`` one of the prompt is being decoded: stats count it in the slot, and not in the used cells ·
+         ``reply`` work done, nothing sent ·
          ``chunk:N`` before the N-th piece of a stream (0 = the first) ·
          ``write`` of ``save``: copied, in memory if asked for, and not yet in its file
 """

@@ -87,7 +87,7 @@ class Hooks:
                 "state": s.state,
                 "id_task": s.id_task,
                 "n_ctx": e.n_ctx_slot,
-                "n_tokens": len(s.tokens),
+                "n_tokens": len(s.tokens) + s.n_in_batch,
                 "n_prompt": s.n_prompt,
                 "n_cached": s.n_cached,
                 "n_pool_shared": s.n_pool_shared if self._is_attached(s) else 0,
@@ -123,6 +123,7 @@ class Hooks:
             "n_prompt_cum": e.n_prompt_cum,
             "service": {"state": "prompt" if self.n_service else "idle", "seq": -1, "n_tokens": self.n_service},
             "slots": slots,
+            "flags": {} if e.n_batch is None else {"n_batch": e.n_batch},
             "finished": list(e.finished),
         }
 

@@ -30,6 +30,7 @@ class FakeEngine:
 
     ``token_s``       time per decoded token; ``prefill_s`` per prompt token
     ``byte_by_byte``  every piece of a stream leaves one byte at a time
+    ``n_batch``       tokens of a prompt in one batch; None: all of them, and the stats do not say so
     ``n_gen``         tokens to decode when the body sets no limit
     ``loading``       everything is 503, as while a model loads
     ``slots_shown``   False: started with --no-slots, and ``/slots`` is a 501
@@ -61,6 +62,7 @@ class FakeEngine:
         self.received: list[Received] = []
         self.token_s = self.prefill_s = 0.0
         self.n_gen = 8
+        self.n_batch: int | None = None
         self.byte_by_byte = False
         self.loading = False
         self.slots_shown, self.empties_idle, self.router = True, False, False
@@ -92,6 +94,7 @@ class FakeEngine:
         self.saved.restarted()
         self._tasks = itertools.count(1)
         self._slot_free = asyncio.Condition()
+        self._batch = asyncio.Lock()
         self.n_deferred = 0
         self.hooks = Hooks(self)
         app = self._application()
@@ -295,7 +298,9 @@ class FakeEngine:
                 if answer is not None:
                     return answer
                 await asyncio.sleep(self.prefill_s * (turn.n_prompt - turn.n_cached))
-                self.cache.take(slot, tokens[turn.n_cached :])
+                answer = await self._prefill(slot, tokens[turn.n_cached :], request)
+                if answer is not None:
+                    return answer
                 slot.state = "generating"
                 for text in self._decode(slot, turn, body):
                     await asyncio.sleep(self.token_s)
@@ -366,7 +371,21 @@ class FakeEngine:
                     other.cut(0)
             return slot
 
+    async def _prefill(self, slot: Slot, tokens: list[int], request: web.Request) -> web.Response | None:
+        n_batch = self.n_batch or max(1, len(tokens))
+        for at in range(0, len(tokens), n_batch):
+            async with self._batch:
+                batch = tokens[at : at + n_batch]
+                slot.n_in_batch = len(batch)
+                answer = await self.faults.at(request.path, "batch", request)
+                if answer is not None:
+                    return answer
+                slot.n_in_batch = 0
+                self.cache.take(slot, batch)
+        return None
+
     async def _release(self, slot: Slot) -> None:
+        slot.n_in_batch = 0
         slot.state, slot.t_last = "idle", time.monotonic()
         async with self._slot_free:
             self._slot_free.notify_all()

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from polykv_proxy.control import CreatePool, ForkPool, Source
-from tests.fake_engine import FakeEngine, Hold
+from tests.fake_engine import FakeEngine, Hold, delay
 from tests.relay.conftest import Proxy, ProxyMaker
 from tests.relay.raw import until
 
@@ -132,6 +132,18 @@ async def test_big_requests_at_once_wait_and_all_get_whole_answers(
     answers = await asyncio.gather(*(ask(proxy, f"{i}" * 450, 16, stream=stream) for i in range(8)))
     assert [answer.status_code for answer in answers] == [200] * 8
     assert all('"tokens_predicted":16' in answer.text.replace(" ", "") for answer in answers)
+    assert proxy.at_rest() == dict.fromkeys(proxy.at_rest(), 0)
+
+
+async def test_a_batch_under_way_is_no_room_for_others(
+    engine: FakeEngine, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Six at once, and two fit. While a batch is decoded the stats call its cells free."""
+    monkeypatch.setattr("polykv_proxy.control.room.LOOK_AGAIN_S", 0.01)
+    engine.n_batch, engine.token_s = 256, 0.02
+    engine.on(PATH, "batch", delay(0.05), times=None)
+    answers = await asyncio.gather(*(ask(proxy, f"{i}" * 390, 8) for i in range(6)))
+    assert [(a.status_code, a.json()["tokens_predicted"]) for a in answers] == [(200, 8)] * 6
     assert proxy.at_rest() == dict.fromkeys(proxy.at_rest(), 0)
 
 
