@@ -81,7 +81,9 @@ def told(receipt: dict[str, Any]) -> list[str]:
     """A receipt, for a person."""
     received, status = shown("received_ts", receipt["received_ts"]), receipt["status"]
     how = "streamed" if receipt["stream"] else "in one piece"
-    end = f"error {plain(receipt['error'])}" if receipt["error"] else f"status {status}" if status else "under way"
+    ends = [f"status {status}"] if status else []
+    ends += [f"error {plain(receipt['error'])}"] if receipt["error"] else []
+    end = ", ".join(ends) or "under way"
     lines = [
         f"request {plain(receipt['request_id'])}: {plain(receipt['path'])}, {how}",
         f"at      {received}, {end}",
@@ -114,6 +116,8 @@ def _prefix(receipt: dict[str, Any]) -> list[str]:
         return [f"refused{' before it was read' if receipt['error'] in _UNREAD else ''}: {_refusal(receipt['error'])}"]
     if receipt["decision"] is None:
         return ["waits, or its client left while it did"]
+    if receipt["decision"] == "refused" and receipt.get("message") is not None:
+        return [f"refused {plain(receipt['message'])}"]
     pool = "no pool" if receipt["pool_id"] is None else f"pool {receipt['pool_id']}"
     line = f"prefix  {pool}: {count(receipt['prefix_n_tokens'])} tokens expected"
     if receipt["cached_n_tokens"] is not None:

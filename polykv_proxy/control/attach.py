@@ -18,8 +18,8 @@ from dataclasses import replace
 
 from polykv_proxy.control.admission import Admission
 from polykv_proxy.control.compare import MIN_GAIN_TOKENS, Comparer, Comparison, Unpooled
-from polykv_proxy.control.orders import AttachPlan, AttachRequest, Outcome
-from polykv_proxy.control.residency import Residency
+from polykv_proxy.control.orders import AttachPlan, AttachRequest, Outcome, Waits
+from polykv_proxy.control.residency import Held, Residency
 from polykv_proxy.control.room import Room
 from polykv_proxy.control.watch import EngineWatch
 from polykv_proxy.errors import ExplicitPrefixTooLong, PolyKVError, PoolNotFound
@@ -69,13 +69,12 @@ class Attacher:
         Raises:  ExplicitPrefixTooLong (400), PoolNotFound (404, only strict), KvExhaustedForRequest (503)
         """
         try:
-            plan = await self._decide(request)
+            return await self._decide(request)
         except BaseException:
             self._room.settled()
             raise
         finally:
-            waited_s = self._room.take_waited_s()
-        return replace(plan, waited_s=waited_s + plan.made_s) if waited_s or plan.made_s else plan
+            request.waits.cells_s += self._room.take_waited_s()
 
     async def _decide(self, request: AttachRequest) -> AttachPlan:
         named = self._named(request)
@@ -109,17 +108,14 @@ class Attacher:
             plan = unpooled or AttachPlan(miss_reason="not_resident", asked=asked)
             return replace(plan, tokens=found.tokens) if found.tokens is not None else plan
         # 5.
-        began_s = self._clock()
         try:
-            held = await self._residency.ensure(pool)
+            held = await self._ensure(pool, request.waits)
         except PolyKVError as e:
-            made_s = self._clock() - began_s
             log.warning("pool %s cannot be resident now: %s", pool.label, e.message)
             self._named(request)
             await self._place(request, found, None, counts=counts)
             reason = "no_pool" if isinstance(e, PoolNotFound) else "not_resident"
-            return AttachPlan(miss_reason=reason, asked=asked, made_s=made_s)
-        made_s = self._clock() - began_s
+            return AttachPlan(miss_reason=reason, asked=asked)
         n_prefix = found.prefix_n_tokens if request.explicit_p is None else request.explicit_p
         wanted = pool.prefix_len if found.n_tokens is None else min(pool.prefix_len, found.n_tokens)
         # An automatic pool ends where two prompts happened to part, a few words into what comes next: nobody asked.
@@ -133,7 +129,6 @@ class Attacher:
             seq_id=held.seq_id,
             gen=held.gen,
             epoch=held.epoch,
-            made_s=made_s if made_s >= AT_ONCE_S else 0.0,
             asked=pool.pool_id,
             seen=found.seen,
             tokens=found.tokens,
@@ -146,6 +141,14 @@ class Attacher:
         if not self._may_change():
             return "not_resident" if len(self._tree) else "no_pool"
         return "swa_or_recurrent" if self._watch.stats.share != "ok" else None
+
+    async def _ensure(self, pool: Pool, waits: Waits) -> Held:
+        began_s = self._clock()
+        try:
+            return await self._residency.ensure(pool)
+        finally:
+            took_s = self._clock() - began_s
+            waits.made_s += took_s if took_s >= AT_ONCE_S else 0.0
 
     async def _place(
         self, request: AttachRequest, found: Comparison, pool: Pool | None, *, counts: bool

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Coroutine
-from dataclasses import replace
 from typing import Any, TypeVar
 
 from polykv_proxy.control.assembly import Assembly
@@ -181,9 +180,7 @@ class Control(Assembly):
 
     async def decide_attach(self, request: AttachRequest) -> AttachPlan:
         """Decide which pool a request gets, and wait until it is resident. See ``fan_out``, ``attach``."""
-        request, waited_s = await self.fan_out.join(request)
-        plan = await self.attach.decide(request)
-        return replace(plan, waited_s=plan.waited_s + waited_s, joined_s=waited_s) if waited_s else plan
+        return await self.attach.decide(await self.fan_out.join(request))
 
     def settle(self, plan: AttachPlan, outcome: Outcome) -> str | None:
         """Count a request that ended, and give the miss reason of its receipt."""

@@ -90,18 +90,18 @@ class FanOut(Flights):
             return False
         return not self._prompts.is_settled(prompt, alike_bytes(prompt, others[0]), self._comparer.version)
 
-    async def join(self, request: AttachRequest) -> tuple[AttachRequest, float]:
+    async def join(self, request: AttachRequest) -> AttachRequest:
         """Wait until what this request shares with others is a pool, if it will be one. Never fails.
 
-        Gives the request, with its prompt rendered if that had to be done, and how long it waited in seconds.
+        Gives the request, with its prompt rendered if that had to be done.
         """
         if not self._is_concerned(request) or request.turn is None:
-            return request, 0.0
+            return request
         prompt = self._prompts.find(request.turn)
         if prompt is None:
             prompt = self._prompts.enter(request.turn, request.path, request.body, request.n_bytes)
         if prompt is None:
-            return request, 0.0
+            return request
         try:
             return await self._join(prompt, request)
         except Unpooled:
@@ -110,7 +110,7 @@ class FanOut(Flights):
             if others:
                 self._prompts.settle(prompt, alike_bytes(prompt, others[0]), self._comparer.version)
             self._prompts.leave_out(prompt)
-            return request, 0.0
+            return request
 
     def _is_concerned(self, request: AttachRequest) -> bool:
         asks = (request.pool_ref, request.explicit_p, request.legacy_slot)
@@ -122,32 +122,33 @@ class FanOut(Flights):
         stats = self._watch.stats
         return stats is not None and stats.share == "ok" and self._may_change()
 
-    async def _join(self, prompt: Prompt, request: AttachRequest) -> tuple[AttachRequest, float]:
-        waited_s = 0.0
+    async def _join(self, prompt: Prompt, request: AttachRequest) -> AttachRequest:
         for _ in range(MAX_ROUNDS):
             others = self._prompts.alike(prompt)
             n_alike = alike_bytes(prompt, others[0]) if others else 0
             version = self._comparer.version
             if not others or self._prompts.is_settled(prompt, n_alike, version):
-                return request, waited_s
+                return request
             if prompt.tokens is None:
                 rendered = await self._comparer.render(request)
                 if len(rendered) != 1:
-                    return request, waited_s
+                    return request
                 self._prompts.rendered(prompt, rendered[0])
                 request = replace(request, prompts=tuple(rendered))
             flight, n_common = await self._choose(prompt, others)
             if flight is None:
                 self._prompts.settle(prompt, n_alike, version)
-                return request, waited_s
+                return request
             if flight.leader is prompt or self._has_its_own(prompt):
-                return request, waited_s
+                return request
             began_s = self._clock()
-            again = await self._wait(flight, prompt, n_common)
-            waited_s += self._clock() - began_s
+            try:
+                again = await self._wait(flight, prompt, n_common)
+            finally:
+                request.waits.joined_s += self._clock() - began_s
             if not again:
                 break
-        return request, waited_s
+        return request
 
     async def _choose(self, prompt: Prompt, others: list[Prompt]) -> tuple[Flight | None, int]:
         """The flight for this prompt, begun if there was none, and how many tokens it shares with its leader.

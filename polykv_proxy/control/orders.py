@@ -57,6 +57,21 @@ class ForkPool:
     ttl_s: float | None = None
 
 
+@dataclass(slots=True)
+class Waits:
+    """How long a request waited until it was decided, in seconds. Filled in on its way: also who is refused, or leaves,
+    has waited.
+
+    ``joined_s``  for another request's prefill
+    ``made_s``    until its pool was resident
+    ``cells_s``   for cells
+    """
+
+    joined_s: float = 0.0
+    made_s: float = 0.0
+    cells_s: float = 0.0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttachRequest:
     """One attachable request. ``explicit``: it carried a field of the contract; ``strict``: no such pool is a 404.
@@ -82,6 +97,7 @@ class AttachRequest:
     turn: Turn | None = None
     n_bytes: int = 0
     prompts: tuple[Tokens, ...] | None = field(default=None, repr=False)
+    waits: Waits = field(default_factory=Waits, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,8 +108,6 @@ class AttachPlan:
                             send; else it is an upper estimate and the engine is left to compare (-1)
     ``seq_id, gen, epoch``  which sequence, and for which content and which start of the engine this was meant
     ``miss_reason``         also set on a partial hit (``diverged``)
-    ``waited_s``            how long it waited: for another request's prefill (``joined_s``), until the pool was
-                            resident (``made_s``), and the rest for cells
     """
 
     pool_id: PoolId | None = None
@@ -103,9 +117,6 @@ class AttachPlan:
     seq_id: SeqId | None = None
     gen: int | None = None
     epoch: str | None = None
-    waited_s: float = 0.0
-    joined_s: float = 0.0
-    made_s: float = 0.0
     asked: PoolId | None = None
     """The pool this was about, also when nothing came of it."""
     seen: Seen | None = field(default=None, compare=False, repr=False)

@@ -79,6 +79,8 @@ class RequestRecord:
     ended_s: float | None = None
     error: str | None = None
     """The code that the proxy answered with; ``incomplete``: the client left, or the reply broke off."""
+    message: str | None = None
+    """What was said with the code, where it tells what there was too little of."""
     held: dict[str, int] = field(default_factory=dict)
     """Why it waited, and how long in ms."""
     held_s: float = 0.0
@@ -145,6 +147,7 @@ class RequestLog:
             "ended_ts": self._ts(record.ended_s),
             "status": record.status,
             "error": record.error,
+            "message": record.message,
             "decision": record.decision,
             "session_id": session.session_id if session is not None else None,
             "parent_session_id": session.parent if session is not None else None,

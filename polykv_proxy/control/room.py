@@ -349,7 +349,10 @@ class Room(Promises):
         # What could go, and would not be enough, is still there.
         missing = max(1, n_cells - self._n_room(stats) - self.n_evictable()) if stats is not None else None
         return KvExhaustedForRequest(
-            f"the KV cache is full: this request needs {n_cells} cells, {missing} are missing", cells_missing=missing
+            f"the KV cache is full: this request needs {n_cells} cells, {missing} are missing beside what is pinned or "
+            "in use: try again later, send fewer requests at once, unpin or release a pool, or start the engine with a "
+            "larger context (polykvctl up --ctx, llama-server -c)",
+            cells_missing=missing,
         )
 
     async def _change(self) -> None:

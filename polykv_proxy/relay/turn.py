@@ -23,7 +23,7 @@ from polykv_proxy.control.diverged import Said
 from polykv_proxy.control.plain import Pin
 from polykv_proxy.control.receipts import RequestRecord
 from polykv_proxy.conversation import Conversation
-from polykv_proxy.errors import PolyKVError, UpstreamError
+from polykv_proxy.errors import CapacityError, PolyKVError, UpstreamError
 from polykv_proxy.ids import SlotId
 from polykv_proxy.relay.costs import Costs
 from polykv_proxy.relay.desk import SlotDesk
@@ -107,6 +107,7 @@ class TurnRelay:
                 self._give_back(grant)
         except PolyKVError as e:
             record.error, self._status = e.code, self._status or e.status
+            record.message = e.message if isinstance(e, CapacityError) else None
             mark_recorded(self._request)
             if self._touched:
                 say_if_refused(self._request, self._receipt.headers(session.tps))
@@ -149,30 +150,35 @@ class TurnRelay:
             asks = call.n_prompts == 1 and self._control.fan_out.begins_alike(self._turn, call.path, call.body, n_bytes)
             if not asks:
                 return
-        plan = self._plan = await self._control.decide_attach(
-            AttachRequest(
-                path=call.path,
-                body=call.body,
-                pool_ref=fields.pool,
-                explicit_p=fields.explicit_p,
-                legacy_slot=fields.legacy_slot,
-                session=session.session_id,
-                explicit=call.explicit,
-                strict=fields.strict,
-                shareable=not call.incompatible,
-                has_media=call.has_media,
-                takes_a_slot=call.own_slot is None,
-                turn=self._turn,
-                n_bytes=n_bytes,
-            )
+        request = AttachRequest(
+            path=call.path,
+            body=call.body,
+            pool_ref=fields.pool,
+            explicit_p=fields.explicit_p,
+            legacy_slot=fields.legacy_slot,
+            session=session.session_id,
+            explicit=call.explicit,
+            strict=fields.strict,
+            shareable=not call.incompatible,
+            has_media=call.has_media,
+            takes_a_slot=call.own_slot is None,
+            turn=self._turn,
+            n_bytes=n_bytes,
         )
+        try:
+            plan = self._plan = await self._control.decide_attach(request)
+        finally:
+            self._hold("shared_prefill", request.waits.joined_s)
+            self._hold("pool", request.waits.made_s)
+            self._hold("cells", request.waits.cells_s)
         receipt.pool_id, receipt.miss_reason = plan.pool_id, plan.miss_reason
         receipt.prefix_n_tokens = plan.prefix_n_tokens
-        if plan.waited_s:
-            receipt.hold_ms += round(plan.waited_s * 1e3)
-            self._record.hold("shared_prefill", plan.joined_s)
-            self._record.hold("pool", plan.made_s)
-            self._record.hold("cells", plan.waited_s - plan.joined_s - plan.made_s)
+
+    def _hold(self, why: str, seconds: float) -> int:
+        """Count a wait, also of who is refused after it. Gives it in ms."""
+        ms = self._record.hold(why, seconds)
+        self._receipt.hold_ms += ms
+        return ms
 
     async def _take_slot(self, session: Session, said: Conversation | None, look_first: bool) -> Grant | None:
         call, n_slots = self._call, self._desk.book.n_slots
@@ -198,11 +204,14 @@ class TurnRelay:
             in_line = True
             self._control.room.put_off()
 
-        grant = await self._desk.acquire(
-            session.session_id, min(n, n_slots), said, look_first=look_first, on_wait=stand_in_line
-        )
-        waited_ms = self._record.hold("slot", self._clock() - since_s) if in_line or look_first else 0
-        self._receipt.hold_ms += waited_ms
+        waited_ms = 0
+        try:
+            grant = await self._desk.acquire(
+                session.session_id, min(n, n_slots), said, look_first=look_first, on_wait=stand_in_line
+            )
+        finally:
+            if in_line or look_first:
+                waited_ms = self._hold("slot", self._clock() - since_s)
         self._record.displaced = grant.displaced
         self._slot_id = grant.slots[0]
         self._left = self._control.parking.leaving(grant.displaced)
@@ -228,8 +237,10 @@ class TurnRelay:
             reuses=not self._call.incompatible and self._call.n_prompts == 1,
         )
         if self._preparing is not None:
-            await asyncio.wait([self._preparing])
-            self._receipt.hold_ms += self._record.hold("saved_state", self._clock() - since_s)
+            try:
+                await asyncio.wait([self._preparing])
+            finally:
+                self._hold("saved_state", self._clock() - since_s)
 
     def _give_back(self, grant: Grant | None) -> None:
         if self._preparing is not None and not self._preparing.done():

@@ -409,6 +409,8 @@ class RequestShown(_Shape):
     status: int | None
     error: str | None
     """The code that the proxy answered with; ``incomplete``: the client left, or the reply broke off."""
+    message: str | None
+    """What it said, when there was too little room for it."""
     decision: Literal["attached", "unpooled", "refused"] | None
     """null: it waits, or its client left while it did."""
     session_id: str | None

@@ -12,6 +12,7 @@ from typer.testing import CliRunner, Result
 
 from polykv_proxy.app import make_app
 from polykv_proxy.cli import app
+from polykv_proxy.cli.explain import told
 from polykv_proxy.config import load_settings
 from tests.fake_engine import FakeEngine
 
@@ -36,6 +37,25 @@ async def chat(proxy: str, request_id: str, *said: str, **fields: Any) -> None:
 
 async def explain(proxy: str, *args: str) -> Result:
     return await asyncio.to_thread(CliRunner().invoke, app, ["explain", *args, "--url", proxy])
+
+
+def test_who_was_refused_after_a_wait() -> None:
+    """What it waited for, and how many cells it needed."""
+    receipt = {
+        **{"request_id": "r", "path": "/v1/chat/completions", "stream": False, "received_ts": 1.0, "sent_ts": None},
+        **{"first_token_ts": None, "ended_ts": 31.0, "status": 503, "error": "kv_exhausted", "decision": "refused"},
+        **{"message": "the KV cache is full: this request needs 390 cells, 12 are missing", "session_id": "s"},
+        **{"parent_session_id": None, "slot_id": None, "displaced": [], "held_ms": {"cells": 30000}},
+        **{"predicted_n": None, "divergence": None, "normalised": []},
+    }
+    lines = told(receipt)
+    assert lines[1].endswith(", status 503, error kv_exhausted")
+    assert lines[2:] == [
+        "session s",
+        "refused the KV cache is full: this request needs 390 cells, 12 are missing",
+        "held    30,000 ms for free cells",
+        "times   ended after 30,000 ms",
+    ]
 
 
 async def test_the_latest_and_one_by_its_id(proxy: str) -> None:

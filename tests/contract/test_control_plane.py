@@ -43,6 +43,7 @@ OF_POOL = {
 }
 RECEIPT = {
     *("request_id", "path", "dialect", "stream", "received_ts", "sent_ts", "first_token_ts", "ended_ts", "status"),
+    "message",
     *("error", "decision", "session_id", "parent_session_id", "pool_id", "prefix_n_tokens", "cached_n_tokens"),
     *("prompt_n", "predicted_n", "slot_id", "displaced", "hold_ms", "held_ms", "miss_reason", "divergence"),
     "normalised",

@@ -254,6 +254,35 @@ async def test_the_wait_ends_with_503(engine: FakeEngine, proxy: Proxy) -> None:
     assert (await ask(proxy, "x" * 600)).status_code == 200
 
 
+@pytest.mark.parametrize("why", ["too long", "gone"])
+async def test_who_waited_for_cells_in_vain_has_waited(engine: FakeEngine, proxy: Proxy, why: str) -> None:
+    """The receipt and the metrics tell it like any other wait, and what there was too little of."""
+    proxy.control.room.max_wait_s = 0.2 if why == "too long" else 30.0
+    hold, running = await held(engine, proxy, "r" * 700)
+    waiting = ask(proxy, [7] * 600, session_id="waits")
+    await until(lambda: proxy.control.room.has_line)
+    await asyncio.sleep(0.1)
+    if why == "gone":
+        waiting.cancel()
+        await until(lambda: not proxy.control.room.has_line)
+    else:
+        refused = (await waiting).json()["error"]
+        assert refused["message"].startswith("the KV cache is full: this request needs 601 cells, 301 are missing ")
+        assert "fewer requests at once" in refused["message"]
+        assert "--ctx" in refused["message"]
+    page = (await proxy.client.get("/polykv/requests")).json()["requests"]
+    receipt = next(one for one in page if one["session_id"] == "waits")
+    said = (503, "kv_exhausted", "refused", refused["message"]) if why == "too long" else (None, None, None, None)
+    assert tuple(receipt[key] for key in ("status", "error", "decision", "message")) == said
+    assert list(receipt["held_ms"]) == ["cells"]
+    assert receipt["hold_ms"] == receipt["held_ms"]["cells"] >= 100
+    told = dict(line.rsplit(" ", 1) for line in (await proxy.client.get("/metrics")).text.splitlines())
+    assert float(told['opencoti_polykv:holds_total{reason="cells"}']) == 1
+    assert float(told['opencoti_polykv:hold_seconds_total{reason="cells"}']) == receipt["hold_ms"] / 1e3
+    hold.release()
+    assert (await running).status_code == 200
+
+
 async def test_who_waits_for_cells_when_the_proxy_stops_is_told(engine: FakeEngine, proxy: Proxy) -> None:
     hold, running = await held(engine, proxy, "r" * 700)
     waiting = ask(proxy, "x" * 600)
@@ -261,6 +290,8 @@ async def test_who_waits_for_cells_when_the_proxy_stops_is_told(engine: FakeEngi
     proxy.relay.drain()
     answer = await waiting
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "draining")
+    receipt = (await proxy.client.get("/polykv/requests")).json()["requests"][0]
+    assert (receipt["error"], receipt["message"]) == ("draining", answer.json()["error"]["message"])
     hold.release()
     assert (await running).status_code == 200
 
