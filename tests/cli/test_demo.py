@@ -109,19 +109,26 @@ def test_comparison_counts_making_the_pool() -> None:
     assert cells[5][-4:] == ["1,732", "3,464", "2.0", "x"]
 
 
-@pytest.mark.parametrize(
-    ("n_same", "said"),
-    [(0, "None of the 3 answers is"), (1, "1 of 3 answers is"), (2, "2 of 3 answers are"), (3, "All 3 answers are")],
-)
-def test_comparison_says_how_many_answers_are_the_same(n_same: int, said: str) -> None:
-    names = ("a", "b", "c")
-    pooled = GroupRun(tuple(agent(name) for name in names), 1000.0)
+def same_as(names: tuple[str, ...], n_same: int) -> GroupRun:
+    """Answers of which so many are those of ``agent(name)``, in another order."""
     others = [agent(name) if number < n_same else agent(name, text="else") for number, name in enumerate(names)]
-    notes = comparison_notes(pooled, GroupRun(tuple(reversed(others)), 14_000.0))
-    assert notes[1] == f"{said} the same on both sides, word for word."
-    assert ("f32" in " ".join(notes)) == (n_same < 3)
-    assert "near tie" not in " ".join(notes)
+    return GroupRun(tuple(reversed(others)), 14_000.0)
+
+
+@pytest.mark.parametrize("n_same", [0, 1, 2])
+def test_comparison_says_how_many_answers_are_the_same_and_of_a_plain_server_with_itself(n_same: int) -> None:
+    names = ("a", "b", "c")
+    alone = GroupRun(tuple(agent(name) for name in names), 1000.0)
+    notes = comparison_notes(same_as(names, n_same), alone, same_as(names, 1))
+    assert notes[1].startswith("Tokens are compared exactly before they are shared.")
+    assert notes[3] == f"The same, word for word: {n_same} of 3 answers with and without pools, 1 of 3"
     assert max(map(len, notes)) <= 80
+
+
+def test_answers_that_are_all_the_same_need_no_reason() -> None:
+    alone = GroupRun((agent("a"), agent("b")), 1000.0)
+    notes = comparison_notes(same_as(("a", "b"), 2), alone, same_as(("a", "b"), 1))
+    assert notes[1:] == ["All 2 answers are the same on both sides, word for word."]
 
 
 def test_first_words_stay_on_one_line() -> None:

@@ -4,7 +4,8 @@
 2. It is forked twice: one child extends it by a task, one branches off where another toolset begins.
 3. Four sub-agents at once on each of the three.
 4. The first four once more on a plain llama-server (the same binary, pools off, behind the same proxy): every one of
-   them prefills everything. Only one group, because that is what takes long.
+   them prefills everything. Only one group, because that is what takes long. Then once more with the prompts in its
+   slots: how many answers are other words without any sharing.
 
 Ends with 0 only if every agent really started behind its pool's whole prefix.
 """
@@ -74,7 +75,7 @@ class _Demo:
         from polykv_proxy.cli.demo.stack import Stack
         from polykv_proxy.cli.pool_tree import draw_tree, summary
 
-        say = self.console.print
+        say, started_s = self.console.print, time.perf_counter()
         say(f"{self.model.name}, {self.sizes.n_parallel} slots, {count(self.sizes.n_ctx)} cells, {os.cpu_count()} CPUs")
         with Stack(self.binary, self.model, self.sizes) as stack:
             self._start(stack, "starting engine and proxy")
@@ -95,7 +96,10 @@ class _Demo:
                 say(summary(view))
         _check_attached(pools, runs)
         alone = self._without_pools(runs[0], pools[0], used_cells) if compare else None
+        took_s = time.perf_counter() - started_s
+        say(f"\nThe whole demo took {took_s:.0f} s.")
         return {
+            "seconds": took_s,
             "pools": pools,
             "groups": [asdict(run) for run in runs],
             "without_pools": alone and asdict(alone),
@@ -142,10 +146,11 @@ class _Demo:
         with Stack(self.binary, self.model, replace(self.sizes, n_max_pools=0)) as stack:
             self._start(stack, "starting a plain llama-server")
             alone = self._fan_out(stack.url, BASE, pooled=False)
+            again = self._fan_out(stack.url, BASE, pooled=False)
         self.console.print(agents_table([alone]))
         self._heading("Beside each other")
         self.console.print(comparison_table(pooled, alone, create_ms=pool["client_ms"], used_cells=used_cells))
-        self.console.print("", *comparison_notes(pooled, alone), sep="\n")
+        self.console.print("", *comparison_notes(pooled, alone, again), sep="\n")
         return alone
 
     def _heading(self, text: str) -> None:

@@ -52,21 +52,27 @@ def comparison_table(pooled: GroupRun, alone: GroupRun, *, create_ms: float, use
     return table
 
 
-def comparison_notes(pooled: GroupRun, alone: GroupRun) -> list[str]:
-    """What the comparison is, and whether both sides said the same."""
-    answers = {agent.agent: agent.text for agent in alone.agents}
-    n_same = sum(answers[agent.agent] == agent.text for agent in pooled.agents)
-    n_all = len(pooled.agents)
-    how_many = {n_all: f"All {n_all} answers are", 0: f"None of the {n_all} answers is", 1: f"1 of {n_all} answers is"}
-    notes = [
-        "Without pools: the same binary as a plain llama-server, its slots empty.",
-        f"{how_many.get(n_same, f'{n_same} of {n_all} answers are')} the same on both sides, word for word.",
+def comparison_notes(pooled: GroupRun, alone: GroupRun, again: GroupRun) -> list[str]:
+    """What the comparison is, and how many answers are the same.
+
+    ``again``: the plain server once more, with the prompts in its own slots: what differs there is not due to sharing.
+    """
+    n_all, n_same, n_same_alone = len(pooled.agents), _n_same(pooled, alone), _n_same(again, alone)
+    notes = ["Without pools: the same binary as a plain llama-server, its slots empty."]
+    if n_same == n_all:
+        return [*notes, f"All {n_all} answers are the same on both sides, word for word."]
+    return [
+        *notes,
+        "Tokens are compared exactly before they are shared. What differs is rounding:",
+        "sums depend on the cells and batches that a prompt is in, also without pools.",
+        f"The same, word for word: {n_same} of {n_all} answers with and without pools, {n_same_alone} of {n_all}",
+        "when the plain server was asked twice, the second time out of its own slots.",
     ]
-    if n_same < n_all:
-        # Seen alike on a stock server, its own prompt cache against a full prefill: 1 of these 4 stays the same.
-        notes.append("A quantized model's sums depend on which cells a prompt lies in and on how it is")
-        notes.append("cut into batches; the tests compare answers exactly, on f32 models.")
-    return notes
+
+
+def _n_same(run: GroupRun, other: GroupRun) -> int:
+    answers = {agent.agent: agent.text for agent in other.agents}
+    return sum(answers[agent.agent] == agent.text for agent in run.agents)
 
 
 def _table(*headings: str, left: tuple[int, ...]) -> "Table":
