@@ -30,6 +30,8 @@ class Usage:
     predicted_n: int | None = None
     pool_n: int | None = None
     tps: float | None = None
+    at_limit: bool = False
+    """It ended by a limit: of tokens, of the context, or of the cache."""
 
     @property
     def ctx_used(self) -> int | None:

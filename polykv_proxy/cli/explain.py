@@ -91,6 +91,8 @@ def told(receipt: dict[str, Any]) -> list[str]:
         *_prefix(receipt),
         *_times(receipt),
     ]
+    if receipt["error"] == "truncated":
+        lines.append("cut     the cache was full before the answer had its tokens: fewer at once, or a larger --ctx")
     if receipt["divergence"] is not None:
         lines += _divergence(receipt["divergence"]) + _remedy(receipt["divergence"])
     if receipt["normalised"]:

@@ -78,7 +78,8 @@ class RequestRecord:
     status: int | None = None
     ended_s: float | None = None
     error: str | None = None
-    """The code that the proxy answered with; ``incomplete``: the client left, or the reply broke off."""
+    """The code that the proxy answered with; ``incomplete``: the client left, or the reply broke off;
+    ``truncated``: the engine ended it before its limit, since the cache was full."""
     message: str | None = None
     """What was said with the code, where it tells what there was too little of."""
     held: dict[str, int] = field(default_factory=dict)

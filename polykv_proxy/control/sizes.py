@@ -47,7 +47,13 @@ def n_choices(body: Mapping[str, Any]) -> int:
     return n if isinstance(n, int) and n > 1 else 1
 
 
+def max_tokens(body: Mapping[str, Any]) -> int | None:
+    """How long its answer may get; None when it does not say."""
+    limits = (body.get(name) for name in _LIMITS)
+    return min((n for n in limits if isinstance(n, int) and n >= 0), default=None)
+
+
 def answer_cells(body: Mapping[str, Any]) -> int:
     """How much of its answer is worth making room for."""
-    limits = (body.get(name) for name in _LIMITS)
-    return min([ANSWER_CELLS, *(n for n in limits if isinstance(n, int) and n >= 0)])
+    n_most = max_tokens(body)
+    return ANSWER_CELLS if n_most is None else min(ANSWER_CELLS, n_most)

@@ -37,6 +37,8 @@ class Costs:
     held_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     n_prompt_tokens: int = 0
     n_cached_tokens: int = 0
+    n_truncated: int = 0
+    """Answers that a full cache cut short, as far as they told it."""
 
     def sent(self, seconds: float) -> None:
         self.before.add(max(0.0, seconds))

@@ -30,6 +30,8 @@ def of_costs(costs: Costs) -> Iterator[Metric]:
         seconds.add_metric([reason], costs.held_s[reason])
     yield holds
     yield seconds
+    cut = "Answers that ended before their limit because the cache was full."
+    yield CounterMetricFamily(PREFIX + "truncated", cut, value=costs.n_truncated)
 
 
 def _buckets(histogram: Histogram) -> list[tuple[str, float]]:

@@ -19,7 +19,7 @@ import orjson
 
 from polykv_proxy.relay.dialects import Dialect
 from polykv_proxy.relay.json_bytes import append_to_object, members
-from polykv_proxy.relay.usage import add_anthropic, add_openai, add_timings
+from polykv_proxy.relay.usage import add_anthropic, add_end, add_openai, add_timings
 from polykv_proxy.sessions import Usage
 
 Receipt = Callable[[Usage], bytes]
@@ -152,6 +152,7 @@ class SseReader:
         if self._dialect is Dialect.MESSAGES:
             message = obj.get("message")
             add_anthropic(self.usage, message.get("usage") if isinstance(message, dict) else obj.get("usage"))
+            add_end(self.usage, obj.get("delta"))
             return line.rindex(b"}") if self._event == self._carrier else None
         response = obj.get("response")
         add_timings(self.usage, obj.get("timings"))
@@ -169,10 +170,13 @@ class SseReader:
         add_openai(self.usage, obj.get("usage"))
         if self._dialect is Dialect.NATIVE:
             final = obj.get("stop") is True
+            add_end(self.usage, obj)
         else:
             choices = obj.get("choices")
             if not isinstance(choices, list):
                 return None
+            for choice in choices:
+                add_end(self.usage, choice)
             if self._usage_chunks:
                 final = not choices and "usage" in obj
             else:

@@ -36,7 +36,7 @@ from polykv_proxy.relay.receipt import Receipt
 from polykv_proxy.relay.rewrite import rewrite
 from polykv_proxy.relay.speakers import speaker_in
 from polykv_proxy.relay.sse import SseReader
-from polykv_proxy.relay.usage import add_whole, rate_in
+from polykv_proxy.relay.usage import add_whole, is_cut, rate_in
 from polykv_proxy.sessions import Session, SessionBook, Usage
 from polykv_proxy.slots import Displaced, Grant
 from polykv_proxy.upstream import UpstreamResponse
@@ -114,7 +114,8 @@ class TurnRelay:
             raise
         finally:
             self._settle(usage)
-            answered = said if self._complete and self._status == 200 and not self._failed else None
+            is_answered = self._complete and self._status == 200 and not self._failed
+            answered = said if is_answered else None
             self._books.end(self._turn, usage, self._clock(), said=answered)
             if self._pin is not None:
                 self._control.plain.end(self._pin, usage.ctx_used)
@@ -127,6 +128,9 @@ class TurnRelay:
             record.slot_id = self._pin.slot_id if self._pin is not None else self._slot_id
             if self._sent and not self._complete and record.error is None:
                 record.error = "incomplete"
+            elif is_answered and call.n_finals == 1 and is_cut(usage, call.body, self._control.ctx_total):
+                record.error = "truncated"
+                self._costs.n_truncated += 1
             self._control.parking.tend()
 
     # Before the engine has it --------------------------------------------------------------------------------------

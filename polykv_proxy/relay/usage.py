@@ -4,11 +4,15 @@ Pure. ``timings`` are exact and win; ``usage`` fills in what is missing. Absent 
 engine leaves ``pool_n`` out of ``timings`` when nothing is shared.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
+from polykv_proxy.control.sizes import max_tokens
 from polykv_proxy.ids import SlotId
 from polykv_proxy.sessions import Usage
 from polykv_proxy.upstream import Stats
+
+_OTHER_LIMITS = ("t_max_predict_ms", "n_indent")
 
 
 def add_timings(usage: Usage, timings: Any) -> None:
@@ -46,6 +50,27 @@ def add_anthropic(usage: Usage, said: Any) -> None:
     usage.predicted_n = _count(said.get("output_tokens"), usage.predicted_n)
 
 
+def add_end(usage: Usage, said: Any) -> None:
+    """How a choice, a message or the object of a native reply says that it ended."""
+    if isinstance(said, dict):
+        ended = said.get("finish_reason") == "length" or said.get("stop_reason") == "max_tokens"
+        usage.at_limit = usage.at_limit or ended or said.get("truncated") is True
+
+
+def is_cut(usage: Usage, body: Mapping[str, Any], ctx_total: int | None) -> bool:
+    """Whether a full cache ended a reply of one choice: a limit did, neither that of its body nor its context.
+
+    False when it cannot be told.
+    """
+    n_most = max_tokens(body)
+    if not usage.at_limit or n_most is None or usage.predicted_n is None or usage.ctx_used is None:
+        return False
+    if ctx_total is None or any(body.get(name) for name in _OTHER_LIMITS):
+        return False
+    # The last token is told and takes no cell; where slots share, an answer ends one before the context does.
+    return usage.predicted_n < n_most and usage.ctx_used < ctx_total - 1
+
+
 def add_whole(usage: Usage, reply: Any) -> None:
     """The body of a reply that was not streamed; of several results the last."""
     if isinstance(reply, list) and reply:
@@ -53,6 +78,8 @@ def add_whole(usage: Usage, reply: Any) -> None:
     if not isinstance(reply, dict):
         return
     add_timings(usage, reply.get("timings"))
+    for ended in [reply, *choices] if isinstance(choices := reply.get("choices"), list) else [reply]:
+        add_end(usage, ended)
     if reply.get("type") == "message":
         add_anthropic(usage, reply.get("usage"))
     else:

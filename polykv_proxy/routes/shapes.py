@@ -408,7 +408,8 @@ class RequestShown(_Shape):
     """null: it is under way."""
     status: int | None
     error: str | None
-    """The code that the proxy answered with; ``incomplete``: the client left, or the reply broke off."""
+    """The code that the proxy answered with; ``incomplete``: the client left, or the reply broke off; ``truncated``: a
+    full cache ended it before its limit."""
     message: str | None
     """What it said, when there was too little room for it."""
     decision: Literal["attached", "unpooled", "refused"] | None

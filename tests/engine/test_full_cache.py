@@ -104,3 +104,6 @@ def test_of_streams_that_outgrow_the_cache_one_is_truncated(stack: ProxyStack, n
     assert sorted(event["truncated"] for event in ended) == [False, False, False, True]
     for event in ended:
         assert (0 < event["tokens_predicted"] < 160) if event["truncated"] else event["tokens_predicted"] == 160
+    receipts = stack.http.get("/polykv/requests").json()["requests"]
+    assert sorted(receipt["error"] or "" for receipt in receipts) == ["", "", "", "truncated"]
+    assert "opencoti_polykv:truncated_total 1.0" in stack.http.get("/metrics").text

@@ -29,6 +29,7 @@ class Turn:
     t_start: float = field(default_factory=time.monotonic)
     t_first: float = 0.0
     stopped: str = "limit"
+    truncated: bool = False
     reply_id: str = "toy-1"
 
     @property
@@ -94,7 +95,7 @@ class Dialect:
             "tokens_predicted": len(t.pieces),
             "tokens_evaluated": t.n_prompt,
             "generation_settings": {},
-            "truncated": False,
+            "truncated": t.truncated,
             "stop_type": t.stopped,
             "stopping_word": "",
             "tokens_cached": t.n_prompt + len(t.pieces) - 1,

@@ -428,6 +428,7 @@ class FakeEngine:
             try:
                 self.cache.take(slot, [token])
             except OutOfCells:
+                turn.truncated, turn.stopped = True, "limit"
                 return  # the patched engine ends this one request as truncated
             slot.n_decoded += 1
             slot.n_decoded_cum += 1

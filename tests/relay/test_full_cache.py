@@ -309,6 +309,36 @@ async def test_explicit_mode_passes_the_engines_own_refusal(engine: FakeEngine, 
     assert residency(explicit) == {"unused": "cold"}
 
 
+# Cut short -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", [PATH, "/v1/completions", "/v1/chat/completions", "/v1/messages"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_that_a_full_cache_cut_is_told_from_others(
+    engine: FakeEngine, proxy: Proxy, path: str, stream: bool
+) -> None:
+    """Both are let in, since how long an answer gets is not known, and both say ``length``."""
+    engine.token_s = 0.001
+
+    async def say(letter: str, n: int) -> None:
+        body: dict[str, Any] = {"max_tokens": 200, "stream": stream, "session_id": letter}
+        chat = {"messages": [{"role": "user", "content": letter * n}]}
+        body |= {"prompt": letter * n} if path in (PATH, "/v1/completions") else chat
+        assert (await proxy.client.post(path, json=body)).status_code == 200
+
+    await asyncio.gather(say("a", 370), say("b", 370))
+    page = (await proxy.client.get("/polykv/requests")).json()["requests"]
+    ended = sorted((one["error"] or "", one["predicted_n"] < 200, one["status"]) for one in page)
+    assert ended == [("", False, 200), ("truncated", True, 200)]
+    told = dict(line.rsplit(" ", 1) for line in (await proxy.client.get("/metrics")).text.splitlines())
+    assert float(told["opencoti_polykv:truncated_total"]) == 1
+
+
+async def test_an_answer_that_ends_at_its_context_is_not_cut_by_the_cache(engine: FakeEngine, proxy: Proxy) -> None:
+    assert (await ask(proxy, "9" * 990, 30)).json()["tokens_predicted"] == 10
+    assert (await proxy.client.get("/polykv/requests")).json()["requests"][0]["error"] is None
+
+
 # What the receipt says -----------------------------------------------------------------------------------------------
 
 
