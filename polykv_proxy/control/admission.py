@@ -109,10 +109,15 @@ class Admission:
         missing = self._residency.n_missing(pool) if pool is not None else 0
         return self._n_private(request, found, pool) + missing
 
+    def _n_choices(self, request: AttachRequest) -> int:
+        """As many answers as the engine will give: it refuses more than it has slots, and Messages knows one only."""
+        n, n_slots = n_choices(request.body), self._watch.stats.n_slots if self._watch.stats is not None else 0
+        return 1 if n > n_slots or request.path == "/v1/messages" else n
+
     def _n_private(self, request: AttachRequest, found: Comparison, pool: Pool | None) -> int:
         """Cells of the prompts beyond what is shared, and one for each first token."""
         n_total = found.n_total
         if n_total is None:
             n_total = self._at_most(None if request.has_media else guess_tokens(request.body), found)
         n_shared = found.prefix_n_tokens * found.n_prompts if pool is not None else 0
-        return max(0, n_total - n_shared) + n_choices(request.body) * found.n_prompts
+        return max(0, n_total - n_shared) + self._n_choices(request) * found.n_prompts

@@ -24,8 +24,8 @@ log = logging.getLogger("polykv.fan_out")
 LOOK_S = 0.04
 """While somebody waits the engine is asked so often how far the leader's prefill is."""
 
-TAKE_S = 1.0
-"""Cells that are there are shared at once; an engine that takes longer for it is waited for no longer."""
+GRANT_S, STEP_S = 1.0, 0.1
+"""So long a leader without a slot is waited for, and an engine that does not share cells that are there."""
 
 MAX_MISSES = 25
 """So often a slot may turn out to hold something else, before those who wait go on without."""
@@ -87,14 +87,24 @@ class Flights:
         return flight
 
     async def _wait(self, flight: Flight, prompt: Prompt, n_common: int) -> bool:
-        """Wait for a flight. False: there is nothing more to wait for."""
+        """Wait for a flight, as long as its leader has a slot. False: there is nothing to wait for, at least for now.
+
+        A leader that is in line itself is not waited for: who does would stand in line twice.
+        """
         told: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         flight.waiting[prompt.number] = _Waiter(prompt, n_common, told)
+        patience_s = GRANT_S
         try:
-            await asyncio.wait([told], timeout=None if flight.leader.runs else TAKE_S)
+            while not told.done() and patience_s > 0:
+                await asyncio.wait([told], timeout=STEP_S)
+                patience_s = GRANT_S if self._has_slot(flight.leader) else patience_s - STEP_S
             return told.done() and told.result()
         finally:
             flight.waiting.pop(prompt.number, None)
+
+    def _has_slot(self, prompt: Prompt) -> bool:
+        """It is with the engine, or on its way there."""
+        return prompt.runs and (prompt.turn.slot_id is not None or self._slots.serves(prompt.session.session_id))
 
     def _slot_of(self, prompt: Prompt) -> SlotId | None:
         """The slot that its turn runs in, or ran in if it still is its session's."""

@@ -178,6 +178,8 @@ class Parking(SlotStates):
                 return
             filled_for = None
             try:
+                # The slot may still be down as its own: then there is nobody to be saved first.
+                other = other if other is not session else None
                 if other is None or not other.may_return or await self._save_alone(other, slot_id):
                     await self._watch.refresh()
                     loaded = await self._fill(slot_id, state, session.pool_id)

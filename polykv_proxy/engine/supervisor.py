@@ -74,6 +74,7 @@ class Child:
                 stdout=out,
                 stderr=errors,
                 env=os.environ | dict(self.environment),
+                restore_signals=False,  # SIGXFSZ stays ignored: a limit on files fails a write, and ends nobody
                 start_new_session=True,  # Ctrl-C at the terminal reaches only us: we stop them in order
                 preexec_fn=_die_with(os.getpid(), self.orphan_signal),  # noqa: PLW1509 - we have no threads
             )

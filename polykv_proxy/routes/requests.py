@@ -23,6 +23,6 @@ def request_routes(control: Control) -> list[web.RouteDef]:
 
 def _last(request: web.Request) -> int:
     given = request.query.get("last", str(DEFAULT_LAST))
-    if not (given.isascii() and given.isdigit() and 1 <= int(given[:9]) <= MAX_RECORDS):
+    if not (given.isascii() and given.isdigit() and len(given) < 10 and 1 <= int(given) <= MAX_RECORDS):
         raise RequestError(f"last must be a number from 1 to {MAX_RECORDS}", param="last")
     return int(given)

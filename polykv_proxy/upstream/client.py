@@ -56,6 +56,9 @@ MUTATE_S = 120.0
 STATE_S = 600.0
 """A state may be gigabytes, and its file is written and read with the lowest priority."""
 
+LOAD_S = 60.0
+"""A disk that takes longer than this for one state is no help: a prefill is on its way sooner."""
+
 COUNTS = {
     "/chat/completions": "/v1/chat/completions/input_tokens",
     "/v1/chat/completions": "/v1/chat/completions/input_tokens",
@@ -318,7 +321,7 @@ class EngineClient:
                  KvExhausted, SeqIdsExhausted, SavingRefused, SavingUnsupported, RequestError
         """
         op = {"op": "load", "tag": tag, "seq": seq, "parent_seq": parent_seq, "branch_pos": start}
-        return _parse(Materialized, await self._hook("POST", "/pools", orjson.dumps(op), "load", STATE_S), op["op"])
+        return _parse(Materialized, await self._hook("POST", "/pools", orjson.dumps(op), "load", LOAD_S), op["op"])
 
     async def load_slot(self, tag: str, *, id_slot: int, parent_seq: int = -1, start: int = -1) -> LoadedSlot:
         """Bring a saved state into an idle slot instead, in place of what that held. Otherwise as ``load_pool``.
@@ -326,7 +329,7 @@ class EngineClient:
         Raises:  as ``load_pool``; SavingRefused when the slot is busy
         """
         op = {"op": "load", "tag": tag, "id_slot": id_slot, "parent_seq": parent_seq, "branch_pos": start}
-        return _parse(LoadedSlot, await self._hook("POST", "/pools", orjson.dumps(op), "load", STATE_S), op["op"])
+        return _parse(LoadedSlot, await self._hook("POST", "/pools", orjson.dumps(op), "load", LOAD_S), op["op"])
 
     async def clear_slot(self, id_slot: int) -> Cleared:
         """Drop what an idle slot holds; what it shares with a pool stays with the pool.

@@ -154,3 +154,19 @@ Supervisor([child], print).run(lambda: print(child.pid, flush=True))
         assert urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=5).status == 200
         supervisor.kill()
     wait_for(lambda: not is_alive(pid))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
+def test_a_limit_on_files_ends_no_child(tmp_path: Path) -> None:
+    """A write over the limit fails for who ignores SIGXFSZ, and kills who does not."""
+    port = free_port()
+    child = Child("engine", ["sleep", "60"], f"http://127.0.0.1:{port}/", log=tmp_path / "log")
+    child.start()
+    try:
+        lines = Path(f"/proc/{child.pid}/status").read_text().splitlines()
+        ignored = int(next(line for line in lines if line.startswith("SigIgn:")).split()[1], 16)
+        assert ignored >> (signal.SIGXFSZ - 1) & 1
+    finally:
+        os.kill(child.pid, signal.SIGKILL)
+        assert child.process is not None
+        child.process.wait(10)

@@ -237,6 +237,43 @@ async def test_a_first_one_that_fails_takes_nobody_along(engine: FakeEngine, pro
     assert sorted(r["cached_n_tokens"] for r in await asyncio.gather(*others)) == [0] + [n_common(engine, CHAT)] * 2
 
 
+async def test_a_leader_in_line_is_not_waited_for(make_proxy: ProxyMaker) -> None:
+    """All stand in line, and what they share is prefilled once all the same."""
+    async with FakeEngine(n_slots=1) as engine, make_proxy(engine.url, warm_after_s=0, **SHORT) as proxy:
+        hold = Hold()
+        engine.on("/completion", "prefill", hold)
+        busy = asyncio.create_task(proxy.client.post("/completion", json={"prompt": "other", "n_predict": 1}))
+        await hold.reached()
+        asked = [asyncio.create_task(ask(proxy, text)) for text in WORDS[:4]]
+        await until(lambda: proxy.control.slots.n_waiting == 4)
+        hold.release()
+        await busy
+        n_shared = n_common(engine, CHAT)
+        assert [r["cached_n_tokens"] >= n_shared for r in await asyncio.gather(*asked)] == [False, True, True, True]
+
+
+async def test_a_leader_that_waits_for_cells_takes_nobody_along(make_proxy: ProxyMaker) -> None:
+    """Each of them waits as long as it would alone, not one after the other."""
+    async with (
+        FakeEngine(n_slots=6, n_cells=1000, n_ctx_slot=1000) as engine,
+        make_proxy(engine.url, warm_after_s=0, **SHORT) as proxy,
+    ):
+        proxy.control.room.max_wait_s = 2.0
+        hold = Hold()
+        engine.on("/completion", "chunk:1", hold)
+        big = {"prompt": "b" * 600, "n_predict": 20, "stream": True}
+        busy = asyncio.create_task(proxy.client.post("/completion", json=big))
+        await hold.reached()
+        began_s = asyncio.get_running_loop().time()
+        posts = (proxy.client.post(CHAT, json=body_of(CHAT, text + "x" * 200)) for text in WORDS[:4])
+        answers = await asyncio.gather(*posts)
+        took_s = asyncio.get_running_loop().time() - began_s
+        assert [a.status_code for a in answers] == [503] * 4
+        assert took_s < 2 * proxy.control.room.max_wait_s + 2.0, "not four times"
+        hold.release()
+        await busy
+
+
 async def test_who_leaves_while_he_waits_leaves_nothing(engine: FakeEngine, proxy: Proxy) -> None:
     hold = Hold()
     engine.on(CHAT, "prefill", hold)

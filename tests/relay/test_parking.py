@@ -491,6 +491,21 @@ async def test_a_pool_is_made_of_a_session_that_is_parked(
         assert went_on(await agent.say(said("a", 1)), said("a", 1))
 
 
+async def test_a_slot_that_is_still_down_as_its_own_is_filled_again(engine: FakeEngine, make_proxy: ProxyMaker) -> None:
+    """The session's side of the books and the slot's may differ for a while. Nobody waits for himself then."""
+    async with make_proxy(engine.url, warm_after_s=0.05) as proxy:
+        agent = Agent(proxy, "a")
+        await agent.say(said("a", 0))
+        session = proxy.control.sessions.get(SessionId("a"))
+        assert session is not None
+        await until(lambda: session.slot_id is None)
+        for slot in proxy.control.slots._slots:
+            slot.owner = session.session_id
+        async with asyncio.timeout(5):
+            made = await proxy.control.create_pool(CreatePool(source=Source(from_session=SessionId("a"))))
+        assert made["prefix_len"] == len(agent.prompt)
+
+
 async def test_a_parked_session_whose_state_is_gone_is_not_resident(engine: FakeEngine, make_proxy: ProxyMaker) -> None:
     async with make_proxy(engine.url, warm_after_s=0.05) as proxy:
         await Agent(proxy, "a").say(said("a", 0))

@@ -97,7 +97,7 @@ async def test_the_newest_is_first_and_one_can_be_asked_for(proxy: Proxy) -> Non
     assert [r["request_id"] for r in await receipts(proxy, 2)] == ["r3", "r2"]
     one = await proxy.client.get("/polykv/requests", params={"request_id": "r1"})
     assert [r["request_id"] for r in one.json()["requests"]] == ["r1"]
-    for last in ("0", "x", "-1", "1001", "٣"):
+    for last in ("0", "x", "-1", "1001", "٣", "0000000019999", "000000001" + "9" * 5000):
         refused = await proxy.client.get("/polykv/requests", params={"last": last})
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "last")
 
