@@ -188,7 +188,15 @@ def test_demo_shows_reuse_on_the_real_engine() -> None:
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs /proc to see the children")
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_demo_leaves_no_process(how: signal.Signals) -> None:
-    with subprocess.Popen(demo_command(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+    # Shells start what runs in the background with SIGINT ignored, and so may these tests be.
+    at_sigint = signal.SIG_IGN if how == signal.SIGTERM else signal.SIG_DFL
+    with subprocess.Popen(
+        demo_command(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, at_sigint),  # noqa: PLW1509 - no threads here
+    ) as running:
         assert running.stdout is not None
         for line in running.stdout:
             if line.startswith("prefilling"):

@@ -49,7 +49,7 @@ def demo(
     from polykv_proxy.engine.model import CHAT_MODEL, ensure_model
 
     for asking in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(asking, lambda *_: signal.raise_signal(signal.SIGINT))  # one way out, which stops the engine
+        signal.signal(asking, _interrupt)  # one way out, which stops the engine
     with BuildProgress() as progress:
         binary = engine or ensure_engine(progress)
         chosen = model.expanduser() if model is not None else ensure_model(CHAT_MODEL, progress.say)
@@ -57,6 +57,11 @@ def demo(
         facts = _Demo(binary, chosen, n_predict, make_console(stderr=as_json)).run(compare=compare)
     if as_json:
         echo_json(facts)
+
+
+def _interrupt(*_: object) -> None:
+    """Also where SIGINT itself is ignored, as shells have it for what runs in the background."""
+    raise KeyboardInterrupt
 
 
 class _Demo:
