@@ -9,6 +9,7 @@ import itertools
 import json
 import threading
 import time
+from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -43,15 +44,15 @@ def stack(chat_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         yield stack
 
 
-class InBackground:
+class InBackground(ABC):
     """Something in a thread of its own for as long as the block runs."""
 
     def __init__(self) -> None:
         self.over, self.began = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self.run)
 
-    def run(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def run(self) -> None: ...
 
     def __enter__(self) -> Self:
         self._thread.start()
