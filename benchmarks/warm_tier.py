@@ -8,13 +8,16 @@ back    a prefix of 1,740 tokens: prefilled, loaded from memory, loaded from dis
 idle    tokens per second of one stream and of four: on a server that never had a pool, beside 12 idle pools of 1,000
         tokens, and with these saved away
 gap     a stream's longest pause while 1,740 tokens are saved and loaded, in memory and on disk
+exact   save, load, save: the same bytes; a fresh process: the same log-probabilities (`benchmarks.warm_exact`)
 
 Arms take turns. Speed is judged by the best round of each arm: whatever else runs here can only slow a round down.
 Times and pauses are judged by their medians. `--assert` ends with 1 unless
 
 - loading takes at most 1/100 of the prefill from memory, and at most 1/40 from disk,
 - with the pools saved away, one stream and four have at least 0.95 of their speed without any,
-- the longest pause of a stream beside a save or a load is at most its usual one and 3 decode steps.
+- the longest pause of a stream beside a save or a load is at most its usual one and 3 decode steps,
+- every file is the same after it was loaded and saved again, and every log-probability in a fresh process, in f16 and
+  in q8_0.
 """
 
 import argparse
@@ -31,6 +34,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.warm_exact import Exact, lines_of, measure_exact
 from tests.engine.binaries import binary_path, chat_model_path
 from tests.engine.harness import EngineServer
 from tests.engine.hooks import Engine, Running
@@ -83,6 +87,7 @@ class Measured:
     speed: dict[str, dict[int, list[float]]] = field(default_factory=dict)
     hi: dict[str, int] = field(default_factory=dict)
     pauses: dict[str, Pauses] = field(default_factory=lambda: {op: Pauses() for op in OPS})
+    exact: dict[str, Exact] = field(default_factory=dict)
 
     @property
     def of_memory(self) -> float:
@@ -110,7 +115,8 @@ class Measured:
         for op in OPS[1:]:
             pause, allowed = judge(self.pauses[op].longest), self.pauses[op].allowed
             checks[f"{op}: a pause of {pause:.0f} ms, more than {allowed:.0f}"] = pause > allowed
-        return [said for said, broken in checks.items() if broken] + self.slow_arms()
+        inexact = [said for cache, exact in self.exact.items() for said in exact.broken(cache)]
+        return [said for said, broken in checks.items() if broken] + self.slow_arms() + inexact
 
 
 def measure_back(engine: Engine, noise: Noise, found: Measured) -> None:
@@ -250,6 +256,7 @@ def measure(n_rounds: int, say: Callable[[str], Any], *, up_to: int = 0, n_threa
             server = EngineServer(binary_path("patched"), chat_model_path(), *flags, log_dir=dir_, name=name)
             return Engine(stack.enter_context(server))
 
+        found.exact = measure_exact(lambda name, flags: start(name, *threads, *SIZES, *flags), noise, dir_, say)
         pooled = start("pooled", *flags)
         say(f"a prefix of {N_PREFIX} tokens: prefilled, loaded")
         measure_back(pooled, noise, found)
@@ -284,7 +291,7 @@ def report(found: Measured) -> str:
         engine = f"{median(found.engine_ms[op]):.1f}" if op in found.engine_ms else ""
         lines.append(f"  {op:10}{median(pauses.usual):>8.1f}{longest:>16}{pauses.allowed:>10.0f}{engine:>10}")
     lines.append("  longest: the median of all beside such an operation, in brackets the longest of all")
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *lines_of(found.exact)])
 
 
 def main() -> int:

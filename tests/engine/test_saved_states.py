@@ -12,7 +12,17 @@ from pathlib import Path
 import pytest
 
 from .conftest import Launcher
-from .divergence import Distribution
+from .families import (
+    Family,
+    clear_all,
+    fill,
+    load_all,
+    make_holes,
+    make_pools,
+    places,
+    readings,
+    save_all,
+)
 from .hooks import Engine, Refused
 from .noise import Noise
 from .state_files import StateFile, contents, state_files
@@ -22,7 +32,6 @@ pytestmark = pytest.mark.engine
 TRUNK_LEN = 300
 BRANCH_POS = 200
 OWN_LEN = 120
-SLOT = 2
 N_ANSWER = 12
 QUIET = ("--no-cache-idle-slots",)
 
@@ -71,65 +80,13 @@ def start(launch: Launcher, layout: Layout, folder: Path) -> Engine:
 # Bytes -------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Family:
-    """A trunk, a branch from inside of it, and a slot that goes on behind the branch."""
-
-    trunk: list[int]
-    branch: list[int]
-    turn: list[int]
-
-    @classmethod
-    def draw(cls, noise: Noise, seed: int = 1) -> "Family":
-        trunk = noise(seed, TRUNK_LEN)
-        branch = trunk[:BRANCH_POS] + noise(seed + 1, OWN_LEN)
-        return cls(trunk, branch, branch + noise(seed + 2, 40))
-
-
-def fill(engine: Engine, family: Family) -> tuple[int, int]:
-    """Compute all three; sequences of trunk and branch."""
-    root = engine.materialize(family.trunk)
-    branch = engine.materialize(family.branch, parent=root["seq"], branch_pos=BRANCH_POS)
-    engine.ask(family.turn, 9, slot=SLOT, pool=branch["seq"])
-    return root["seq"], branch["seq"]
-
-
-def save_all(engine: Engine, root: int, branch: int) -> None:
-    start = engine.pool(branch)["branch_pos"]
-    engine.save("trunk", seq=root, to="disk")
-    engine.save("branch", seq=branch, start=start, to="disk")
-    engine.save("slot", slot=SLOT, start=len_of(engine, branch), to="disk")
-
-
-def len_of(engine: Engine, seq: int) -> int:
-    n_tokens: int = engine.pool(seq)["n_tokens"]
-    return n_tokens
-
-
-def load_all(engine: Engine) -> tuple[int, int]:
-    root = engine.load("trunk")
-    branch = engine.load("branch", parent=root["seq"])
-    engine.load("slot", parent=branch["seq"], id_slot=SLOT)
-    return root["seq"], branch["seq"]
-
-
-def clear_all(engine: Engine) -> None:
-    engine.free_all()
-    for slot in range(4):
-        engine.clear(slot)
-    assert engine.cells_used() == 0
-
-
-def make_holes(engine: Engine, noise: Noise) -> None:
-    """Leave the start of the cache in stretches of 60 free cells between as many used ones."""
-    pools = [engine.materialize(noise(50 + i, 60))["seq"] for i in range(6)]
-    for seq in pools[::2]:
-        engine.free(seq)
+def draw(noise: Noise) -> Family:
+    return Family.draw(noise, 1, trunk_len=TRUNK_LEN, branch_pos=BRANCH_POS, own_len=OWN_LEN)
 
 
 def test_same_bytes_after_a_round_trip(engine: Engine, layout: Layout, folder: Path, noise: Noise) -> None:
     """Save, free, load into holes, save again: trunk, branch and slot give the files they gave before."""
-    save_all(engine, *fill(engine, Family.draw(noise)))
+    save_all(engine, *fill(engine, draw(noise)))
     before = contents(folder)
     listed = {state["tag"]: state for state in engine.saved()}
     assert {tag: state["in"] for tag, state in listed.items()} == dict.fromkeys(("trunk", "branch", "slot"), "disk")
@@ -162,7 +119,7 @@ def test_same_bytes_after_a_round_trip(engine: Engine, layout: Layout, folder: P
 def test_own_range_only(launch: Launcher, noise: Noise, folder: Path) -> None:
     """A branch and a slot cost what they have of their own, in memory, on disk and in cells."""
     engine = start(launch, LAYOUTS["dense"], folder)
-    root, branch = fill(engine, Family.draw(noise))
+    root, branch = fill(engine, draw(noise))
     save_all(engine, root, branch)
     per_token = engine.stats()["kv_bytes_per_token"]
     sizes = {state["tag"]: state["bytes"] for state in engine.saved()}
@@ -177,40 +134,12 @@ def test_own_range_only(launch: Launcher, noise: Noise, folder: Path) -> None:
 # Readings ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Read:
-    """What one request reads through a pool: how much of it it shared, and its distributions."""
-
-    pool_n: int
-    at: list[Distribution]
-
-
-def readings(engine: Engine, family: Family, root: int, branch: int, noise: Noise) -> dict[str, Read]:
-    """Through the trunk, through the branch, and ending in the middle of the branch's own range. One slot after the
-    other, so that what each adds lies in the same cells wherever this is called."""
-    prompts = {
-        "trunk": (root, family.trunk + noise(7, 20)),
-        "branch": (branch, family.branch + noise(8, 20)),
-        "inside": (branch, family.branch[: BRANCH_POS + 30] + noise(9, 20)),
-    }
-    res = {}
-    for slot, (name, (seq, prompt)) in enumerate(prompts.items()):
-        done = engine.ask(prompt, slot=slot, pool=seq, forced=noise(10 + slot, 12))
-        res[name] = Read(done.pool_n, done.at)
-    return res
-
-
-def places(engine: Engine, *seqs: int) -> list[list[list[int]]]:
-    return [engine.runs(seq) for seq in seqs]
-
-
 @pytest.mark.parametrize("layout", ["dense", "sliding", "hybrid", "recurrent"], indirect=True)
 def test_same_readings_in_the_same_cells(layout: Layout, launch: Launcher, folder: Path, noise: Noise) -> None:
     """A server computes, is killed, and the next one loads from its files: every log-probability is the same."""
-    family = Family.draw(noise)
+    family = draw(noise)
     first = start(launch, layout, folder)
-    root = first.materialize(family.trunk)["seq"]
-    branch = first.materialize(family.branch, parent=root, branch_pos=BRANCH_POS)["seq"]
+    root, branch = make_pools(first, family)
     lies = places(first, root, branch)
     first.save("trunk", seq=root, to="disk")
     first.save("branch", seq=branch, start=first.pool(branch)["branch_pos"], to="disk")
@@ -318,7 +247,7 @@ def test_loaded_twice(dense: Engine, noise: Noise) -> None:
 
 def test_child_comes_back_behind_its_parent_and_outlives_it(dense: Engine, noise: Noise) -> None:
     """Also behind another pool that has the same tokens: what counts is what is in it."""
-    family = Family.draw(noise)
+    family = draw(noise)
     root, branch = fill(dense, family)
     made = dense.pool(branch)
     dense.save("branch", seq=branch, start=BRANCH_POS)
