@@ -24,6 +24,7 @@ from polykv_proxy.control.leaving import IdlePools
 from polykv_proxy.control.parking import Parking
 from polykv_proxy.control.permission import Permission
 from polykv_proxy.control.plain import PlainEngine
+from polykv_proxy.control.policies import Policies
 from polykv_proxy.control.prefixes import Prefixes
 from polykv_proxy.control.rate_feed import RateFeed
 from polykv_proxy.control.rates import Rates
@@ -71,6 +72,7 @@ class Assembly(ABC):
         unix_offset_s = time.time() - clock()
         self.journal = Journal(settings.state_path, unix_offset_s=unix_offset_s)
         self.tree = PoolTree()
+        self.policies = Policies(tree=self.tree, journal=self.journal, settings=settings)
         self.sessions = SessionBook(gap_s=settings.session_gap_s, idle_s=settings.session_idle_s)
         self.slots = SlotBook(is_live=self.sessions.is_live)
         self.engine = EngineClient(settings.upstream_url, key.get_secret_value() if key is not None else None)
@@ -169,6 +171,7 @@ class Assembly(ABC):
             tree=self.tree,
             sessions=self.sessions,
             journal=self.journal,
+            policies=self.policies,
             watch=self.watch,
             residency=self.residency,
             room=self.room,
@@ -216,6 +219,7 @@ class Assembly(ABC):
             views=self.views,
             require_sharing=self.permission.require_sharing,
             journal=self.journal,
+            policies=self.policies,
             model=lambda: self.restorer.n_models,
             tree_changed=self.comparer.forget_deepest,
             learn_pool=self._learn_pool,

@@ -17,6 +17,7 @@ from polykv_proxy.control.orders import AttachPlan, AttachRequest, CreatePool, F
 from polykv_proxy.control.readings import Readings, take_readings
 from polykv_proxy.doctor import Facts
 from polykv_proxy.errors import Draining, EngineOwned, JournalFailed, JournalInUse, SessionNotFound, UpstreamError
+from polykv_proxy.gate.policy import Policy
 from polykv_proxy.ids import SessionId, SlotId
 from polykv_proxy.tree.pool import Pool
 from polykv_proxy.tree.prefix import Tokens
@@ -157,6 +158,16 @@ class Control(Assembly):
         """Evict what nobody needs of a subtree. See ``keeping``."""
         await self.permission.require_patched()
         return await self._in_own_task(self.keeping.flush(self.tree.get(ref).pool_id))
+
+    async def set_policy(self, ref: int | str, policy: Policy) -> dict[str, Any]:
+        """Give a pool an admission policy of its own. See ``policies``."""
+        await self.permission.require_patched()
+        return await self._in_own_task(self.policies.set(ref, policy))
+
+    async def drop_policy(self, ref: int | str) -> dict[str, Any]:
+        """Take a pool's own admission policy away. See ``policies``."""
+        await self.permission.require_patched()
+        return await self._in_own_task(self.policies.drop(ref))
 
     async def _pool_of_slot(self, slot_id: SlotId, prompts: list[Tokens]) -> Pool | None:
         return await self._in_own_task(self.pools.of_slot(slot_id, prompts))

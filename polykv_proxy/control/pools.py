@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 from polykv_proxy.control.orders import CreatePool, ForkPool, Source
+from polykv_proxy.control.policies import Policies
 from polykv_proxy.control.residency import Residency
 from polykv_proxy.control.retention import Retention
 from polykv_proxy.control.snapshots import Snapshots
@@ -54,6 +55,7 @@ class PoolWork:
         views: Views,
         require_sharing: Callable[[], Awaitable[None]],
         journal: Journal,
+        policies: Policies,
         model: Callable[[], int],
         tree_changed: Callable[[], None],
         learn_pool: Callable[[Pool, str, dict[str, Any]], None],
@@ -63,7 +65,7 @@ class PoolWork:
         self._residency, self._retention, self._snapshots = residency, retention, snapshots
         self._views, self._clock = views, clock
         self._require_sharing, self._tree_changed, self._learn_pool = require_sharing, tree_changed, learn_pool
-        self._journal, self._model = journal, model
+        self._journal, self._policies, self._model = journal, policies, model
 
     async def create(self, order: CreatePool) -> dict[str, Any]:
         await self._require_sharing()
@@ -174,6 +176,7 @@ class PoolWork:
         """Take a pool off the tree and give its sequence back. Raises PoolHasChildren, PoolInUse."""
         self._residency.ledger.sync()
         released = self._tree.release(pool_id) if pool_id in self._tree else []
+        self._policies.forget(pool.pool_id for pool in released)
         self._residency.released(released)
         seq_ids = [pool.seq_id for pool in released if pool.seq_id is not None]
         self._residency.claim(seq_ids)
@@ -220,6 +223,7 @@ class PoolWork:
         before = ledger.accounts()
         released = self._tree.release(pool_id, recursive=recursive)
         gone = {pool.pool_id for pool in released}
+        self._policies.forget(gone)
         self._residency.released(released)
         after = ledger.accounts()
         seq_ids = [pool.seq_id for pool in released if pool.seq_id is not None]

@@ -16,6 +16,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from polykv_proxy.control.endings import say_how_it_ended
+from polykv_proxy.control.policies import Policies
 from polykv_proxy.control.residency import Residency
 from polykv_proxy.control.room import Room
 from polykv_proxy.control.watch import EngineWatch
@@ -46,6 +47,7 @@ class Restorer:
         tree: PoolTree,
         sessions: SessionBook,
         journal: Journal,
+        policies: Policies,
         watch: EngineWatch,
         residency: Residency,
         room: Room,
@@ -56,6 +58,7 @@ class Restorer:
         unix_offset_s: float,
     ):
         self._tree, self._sessions, self._journal, self._watch = tree, sessions, journal, watch
+        self._policies = policies
         self._residency, self._room, self._tree_changed = residency, room, tree_changed
         self._grace_end_s, self._leaves_at_s = grace_end_s, leaves_at_s
         self._clock, self._offset_s = clock, unix_offset_s
@@ -125,7 +128,9 @@ class Restorer:
             )
         for session in self._sessions:
             session.pool_id = None
+        gone = [pool.pool_id for pool in self._tree]
         self._tree.clear()
+        self._policies.forget(gone)
         self._tree_changed()
         self._fingerprint, self._is_bound = fingerprint, False
         self.n_models += 1
@@ -168,6 +173,8 @@ class Restorer:
                 created_s=row.created_ts - self._offset_s,
                 last_access_s=row.last_access_ts - self._offset_s,
             )
+            if row.policy is not None:
+                self._policies.put_back(row.pool_id, row.policy)
         if rows:
             log.info("%d pools of an earlier run", len(rows))
             self._residency.relabel()

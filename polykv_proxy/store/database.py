@@ -6,7 +6,8 @@ Rules it keeps:
     3. Every pool has the hash of its whole prefix: a token that is altered is told.
     4. Ids are never given twice: ``next_id`` is written with every new pool and never falls.
     5. Pools belong to the fingerprint of the model that made their tokens; only one model's are loaded.
-    6. A pool is written only when its parent is there. What is there without it all the same is left out when it is
+    6. The policy of a pool lies in its row as a checksum and JSON, counts in the header, and goes with its pool.
+    7. A pool is written only when its parent is there. What is there without it all the same is left out when it is
        loaded, with everything below it; a name that is there twice is the newer pool's.
 
 Used by one thread. Everything that is wrong with the contents is ``Damaged``; other ``sqlite3.Error`` are the disk's.
@@ -23,7 +24,17 @@ import xxhash
 
 from polykv_proxy.ids import ROOT, PoolId
 from polykv_proxy.store.place import COMPANIONS
-from polykv_proxy.store.rows import TOKEN_BYTES, PoolRow, add_up, checksum, pack_tokens, signed, unpack_tokens
+from polykv_proxy.store.rows import (
+    TOKEN_BYTES,
+    PoolRow,
+    add_up,
+    checksum,
+    pack_tokens,
+    seal_policy,
+    signed,
+    unpack_tokens,
+    unseal_policy,
+)
 
 APPLICATION_ID = 0x504F4B56
 VERSION = 1
@@ -75,6 +86,14 @@ class Changed:
 
 
 @dataclass(frozen=True, slots=True)
+class PolicyChanged:
+    """None: the pool has no policy of its own any more."""
+
+    pool_id: PoolId
+    policy: Mapping[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True)
 class Used:
     """Last uses, Unix seconds."""
 
@@ -88,7 +107,7 @@ class Bound:
     fingerprint: str
 
 
-Change = Added | Released | Changed | Used | Bound
+Change = Added | Released | Changed | PolicyChanged | Used | Bound
 
 
 class Database:
@@ -220,6 +239,8 @@ class Database:
                 if checksum(tuple(values)) != kept:
                     raise Damaged(f"a row of its table {table} is damaged")
                 n_rows, total = n_rows + 1, add_up(total, kept)
+        for pool_id, text in self._db.execute("SELECT pool_id, policy FROM policies"):
+            n_rows, total = n_rows + 1, add_up(total, _policy(pool_id, text)[1])
         if (n_rows, total) != (self._n_rows, self._sum):
             raise Damaged(f"it has {n_rows} rows where it should have {self._n_rows}, or not the same ones")
         self._models = {fingerprint: model_id for model_id, fingerprint in self._rows("SELECT * FROM models", 2)}
@@ -236,8 +257,8 @@ class Database:
         """
         columns = ", ".join(f"pools.{name}" for name in _POOL.split(", "))
         asked = self._db.execute(
-            f"SELECT {columns}, pools.checksum, own FROM pools LEFT JOIN tokens USING (pool_id) "
-            "WHERE model_id = ? ORDER BY pool_id",
+            f"SELECT {columns}, pools.checksum, own, policy FROM pools LEFT JOIN tokens USING (pool_id) "
+            "LEFT JOIN policies USING (pool_id) WHERE model_id = ? ORDER BY pool_id",
             (self._model_id,),
         )
         loaded: dict[PoolId, PoolRow] = {}
@@ -245,10 +266,12 @@ class Database:
         names: dict[str, PoolId] = {}
         self.left_out, self.renamed = [], []
         try:
-            for *values, kept, own in asked:
+            for *values, kept, own, policy in asked:
                 if checksum(tuple(values)) != kept or not isinstance(own, bytes):
                     raise Damaged(f"pool {values[0]} is damaged")
                 row = _row(values, own)
+                if policy is not None:
+                    row = replace(row, policy=_policy(row.pool_id, policy)[0])
                 if row.pool_id >= self.next_id:
                     raise Damaged(f"pool {row.pool_id} does not belong here")
                 if row.parent != ROOT and row.parent not in loaded:
@@ -303,6 +326,10 @@ class Database:
                     self._remove(pool_id)
             case Changed(pool_id, name, pin, ttl_s):
                 self._alter(pool_id, {_NAME: name, _PIN: int(pin), _TTL: None if ttl_s is None else float(ttl_s)})
+            case PolicyChanged(pool_id, policy):
+                self._remove_policy(pool_id)
+                if policy is not None:
+                    self._add_policy(pool_id, policy)
             case Used(at_ts):
                 for pool_id, ts in at_ts.items():
                     self._alter(pool_id, {_USED: float(ts)})
@@ -335,9 +362,22 @@ class Database:
 
     def _remove(self, pool_id: PoolId) -> None:
         for (kept,) in self._rows("SELECT checksum FROM pools WHERE pool_id = ?", 1, (pool_id,)):
-            for table in ("pools", "tokens", "policies"):
+            for table in ("pools", "tokens"):
                 self._db.execute(f"DELETE FROM {table} WHERE pool_id = ?", (pool_id,))
             self._count(-1, -kept)
+        self._remove_policy(pool_id)
+
+    def _add_policy(self, pool_id: PoolId, policy: Mapping[str, Any]) -> None:
+        """Of a pool that was released meanwhile there is nothing to keep."""
+        if self._rows("SELECT 1 FROM pools WHERE pool_id = ?", 1, (pool_id,)):
+            text, kept = seal_policy(pool_id, policy)
+            self._db.execute("INSERT INTO policies VALUES (?, ?)", (pool_id, text))
+            self._count(1, kept)
+
+    def _remove_policy(self, pool_id: PoolId) -> None:
+        for (text,) in self._rows("SELECT policy FROM policies WHERE pool_id = ?", 1, (pool_id,)):
+            self._db.execute("DELETE FROM policies WHERE pool_id = ?", (pool_id,))
+            self._count(-1, -_policy(pool_id, text)[1])
 
     def _alter(self, pool_id: PoolId, new: Mapping[int, object]) -> None:
         """Change some columns of a pool; one that was released meanwhile stays so."""
@@ -414,6 +454,14 @@ def _is_damage(error: sqlite3.Error) -> bool:
     """What the contents are to blame for; a text that is no UTF-8 has no code of its own."""
     code = getattr(error, "sqlite_errorcode", None)
     return code is None or code & 0xFF in _DAMAGE or code & 0xFF == sqlite3.SQLITE_ERROR
+
+
+def _policy(pool_id: PoolId, text: object) -> tuple[dict[str, Any], int]:
+    """Raises Damaged."""
+    try:
+        return unseal_policy(pool_id, text)
+    except ValueError as e:
+        raise Damaged(str(e)) from e
 
 
 def _row(values: Sequence[Any], own: bytes) -> PoolRow:

@@ -1,8 +1,8 @@
 """``Journal``: what control tells of pools, made durable off the event loop.
 
 Rules it keeps:
-    1. Who awaits ``pool_added``, ``pools_released`` or ``pool_changed`` goes on when it is on the disk, or is told why
-       it is not. What comes while the disk is busy shares the next transaction.
+    1. Who awaits ``pool_added``, ``pools_released``, ``pool_changed`` or ``policy_changed`` goes on when it is on the
+       disk, or is told why it is not. What comes while the disk is busy shares the next transaction.
     2. What one model's pools are is asked with ``bind`` and never mixed with another's.
     3. A release that could not be written is owed: it goes out before anything else, in the same transaction. So is a
        pool that stays although it could not be written; its forks are refused until it is on the disk (``owed``).
@@ -15,7 +15,7 @@ import asyncio
 import logging
 import sqlite3
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -33,6 +33,7 @@ from polykv_proxy.store.database import (
     Damaged,
     Database,
     ParentMissing,
+    PolicyChanged,
     Released,
     Used,
     move_into_place,
@@ -154,6 +155,12 @@ class Journal:
     async def pool_changed(self, pool: JournaledPool) -> None:
         """Keep a pool's name, pin and ttl as they are now. Raises JournalFailed (503)."""
         await self._write([Changed(pool.pool_id, pool.name, pool.pin, pool.ttl_s)])
+
+    async def policy_changed(self, pool_id: PoolId, policy: Mapping[str, Any] | None) -> None:
+        """Keep a pool's own policy, or that it has none any more. Raises JournalFailed (503); then it is as before."""
+        await self._write([PolicyChanged(pool_id, policy)])
+        if self._owed.is_pool(pool_id):  # what lies beside a pool that is not on the disk is not there either
+            raise JournalFailed(f"pool {pool_id} itself could not be written to the journal {self._path} yet")
 
     def pool_used(self, pool_id: PoolId) -> None:
         """It was used just now. Costs nothing; written later."""

@@ -4,10 +4,12 @@ Shapes:  own [L - D] tokens of [D, L), kept as little-endian int32
 Units:   *_ts Unix seconds
 """
 
+import json
 import sys
 from array import array
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import xxhash
 
@@ -51,7 +53,10 @@ class JournaledPool(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolRow:
-    """``tokens_hash``: XXH64 of the whole prefix [0, L). D = ``branch_pos``; a root's ``parent`` is -1."""
+    """``tokens_hash``: XXH64 of the whole prefix [0, L). D = ``branch_pos``; a root's ``parent`` is -1.
+
+    ``policy``: its own admission policy, as it was given to the journal; only known of rows that were loaded.
+    """
 
     pool_id: PoolId
     parent: PoolId
@@ -64,6 +69,7 @@ class PoolRow:
     auto: bool = False
     created_ts: float
     last_access_ts: float
+    policy: Mapping[str, Any] | None = None
 
     @classmethod
     def of(cls, pool: JournaledPool, unix_offset_s: float) -> "PoolRow":
@@ -117,3 +123,21 @@ def checksum(values: tuple[object, ...]) -> int:
 def add_up(total: int, checksums: int) -> int:
     """Sum of checksums of many rows (or, negative, minus one): also tells a row that is missing or came back."""
     return signed((total + checksums) % (1 << 64))
+
+
+def seal_policy(pool_id: PoolId, policy: Mapping[str, Any]) -> tuple[str, int]:
+    """A policy as the text of its row, and the checksum that is part of it."""
+    said = json.dumps(dict(policy), sort_keys=True, separators=(",", ":"))
+    kept = checksum((int(pool_id), said))
+    return f"{kept % (1 << 64):016x} {said}", kept
+
+
+def unseal_policy(pool_id: PoolId, text: object) -> tuple[dict[str, Any], int]:
+    """The policy and the checksum of a row. Raises ValueError when it is not as it was written."""
+    kept, _, said = text.partition(" ") if isinstance(text, str) else ("", "", "")
+    if f"{checksum((int(pool_id), said)) % (1 << 64):016x}" != kept:
+        raise ValueError(f"the policy of pool {pool_id} is damaged")
+    policy = json.loads(said)
+    if not isinstance(policy, dict):
+        raise ValueError(f"the policy of pool {pool_id} is no object")
+    return policy, signed(int(kept, 16))
