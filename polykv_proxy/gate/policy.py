@@ -21,12 +21,12 @@ ROOFLINE_TURN_HOLD_MS = 30_000
 MAX_TPS = 1e6
 MAX_MS = 3_600_000
 
-_CHOICES: dict[str, tuple[str, ...]] = {
+CHOICES: dict[str, tuple[str, ...]] = {
     "mode": get_args(Mode),
     "on_saturation": get_args(OnSaturation),
     "estimator": get_args(Estimator),
 }
-_INTEGERS: dict[str, tuple[int, int]] = {
+INTEGERS: dict[str, tuple[int, int]] = {
     "guarantee_min_sessions": (0, 10_000),
     "settle_tokens": (0, 1_000_000),
     "settle_max_ms": (0, MAX_MS),
@@ -79,12 +79,12 @@ def parse_policy(body: object) -> Policy:
             raise RequestError(f"{name!r} is no field of a policy; there are: {', '.join(known)}", param=str(name))
     given = {name: value for name, value in body.items() if value is not None}
     checked: dict[str, Any] = {"target_tps_per_session": _rate(given.get("target_tps_per_session"))}
-    for name, choices in _CHOICES.items():
+    for name, choices in CHOICES.items():
         if name in given:
             if given[name] not in choices:
                 raise RequestError(f"{name} must be one of {', '.join(choices)}", param=name)
             checked[name] = given[name]
-    for name, (low, high) in _INTEGERS.items():
+    for name, (low, high) in INTEGERS.items():
         if name in given:
             checked[name] = _integer(name, given[name], low, high)
     if checked.get("estimator") == "roofline":

@@ -1,6 +1,7 @@
 """The control plane, ``/polykv/*``: parse, ask control, answer. No state and no decision in here.
 
 pools     create, fork, show, release
+admission the policy of a pool, and whether it has room for one more session
 match     what a request would get
 tps       tokens per second, once or as a stream
 sessions  who is attached where
@@ -16,6 +17,7 @@ guard     keys, the loopback rule, foreign Host and Origin
 from aiohttp import web
 
 from polykv_proxy.control import Control
+from polykv_proxy.routes.admission import admission_routes
 from polykv_proxy.routes.doctor import doctor_routes
 from polykv_proxy.routes.health import health_routes
 from polykv_proxy.routes.match import match_routes
@@ -31,6 +33,7 @@ def add_routes(app: web.Application, control: Control) -> None:
     app.router.add_routes(
         [
             *pool_routes(control),
+            *admission_routes(control),
             *match_routes(control),
             *session_routes(control),
             *request_routes(control),

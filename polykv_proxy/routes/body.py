@@ -20,6 +20,7 @@ from pydantic import (
 
 from polykv_proxy.control import Source
 from polykv_proxy.errors import ContextLengthExceeded, InvalidJson, RequestError
+from polykv_proxy.gate.policy import CHOICES, INTEGERS, MAX_TPS, Policy, parse_policy
 from polykv_proxy.ids import SessionId
 from polykv_proxy.json_levels import MAX_LEVELS, is_too_deep
 from polykv_proxy.tree.pool import NAME_MAX
@@ -134,6 +135,38 @@ class MatchBody(SourceFields):
     pool_id: StrictInt | Annotated[StrictStr, Field(min_length=1, max_length=256)] | None = None
 
 
+def _choice(name: str) -> WithJsonSchema:
+    return WithJsonSchema({"anyOf": [{"type": "string", "enum": list(CHOICES[name])}, {"type": "null"}]})
+
+
+def _integer(name: str) -> WithJsonSchema:
+    low, high = INTEGERS[name]
+    return WithJsonSchema({"anyOf": [{"type": "integer", "minimum": low, "maximum": high}, {"type": "null"}]})
+
+
+class AdmissionBody(_Body):
+    """``POST /polykv/pools/{id}/admission``. The gate checks the values, so that they are what it takes."""
+
+    model_config = ConfigDict(json_schema_extra={"required": ["target_tps_per_session"]})
+
+    target_tps_per_session: Annotated[
+        Any, WithJsonSchema({"type": "number", "exclusiveMinimum": 0, "maximum": MAX_TPS})
+    ] = None
+    mode: Annotated[Any, _choice("mode")] = None
+    on_saturation: Annotated[Any, _choice("on_saturation")] = None
+    guarantee_min_sessions: Annotated[Any, _integer("guarantee_min_sessions")] = None
+    settle_tokens: Annotated[Any, _integer("settle_tokens")] = None
+    settle_max_ms: Annotated[Any, _integer("settle_max_ms")] = None
+    estimator: Annotated[Any, _choice("estimator")] = None
+    max_turn_hold_ms: Annotated[Any, _integer("max_turn_hold_ms")] = None
+    max_queue: Annotated[Any, _integer("max_queue")] = None
+    queue_timeout_ms: Annotated[Any, _integer("queue_timeout_ms")] = None
+
+    def policy(self) -> Policy:
+        """The policy, with the defaults of what is left out. Raises RequestError naming the field."""
+        return parse_policy(self.model_dump())
+
+
 Read = TypeVar("Read", bound=_Body)
 
 
@@ -186,6 +219,16 @@ def _named(error: ValidationError) -> RequestError:
     for part in first["loc"][1:]:
         path += f"[{part}]" if isinstance(part, int) else f".{part}"
     return RequestError(f"{path}: {first['msg']}", param=field)
+
+
+def query_count(request: web.Request, name: str, most: int) -> int | None:
+    """A number of the query string, 0 to ``most``; None: it is not there. Raises RequestError."""
+    given = request.query.get(name)
+    if given is None:
+        return None
+    if not (given.isascii() and given.isdigit() and len(given) <= len(str(most)) and int(given) <= most):
+        raise RequestError(f"{name} must be a whole number from 0 to {most}", param=name)
+    return int(given)
 
 
 def query_flag(request: web.Request, name: str) -> bool:

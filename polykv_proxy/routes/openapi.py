@@ -19,9 +19,9 @@ import polykv_proxy
 from polykv_proxy import errors
 from polykv_proxy.control.receipts import MAX_RECORDS
 from polykv_proxy.errors import PolyKVError
-from polykv_proxy.routes import shapes
+from polykv_proxy.routes import shapes, shapes_admission
 from polykv_proxy.routes.answers import answering, json_answer
-from polykv_proxy.routes.body import CreateBody, ForkBody, MatchBody
+from polykv_proxy.routes.body import AdmissionBody, CreateBody, ForkBody, MatchBody
 from polykv_proxy.routes.requests import DEFAULT_LAST
 from polykv_proxy.routes.tps import INTERVAL_MAX_MS, INTERVAL_MIN_MS, INTERVAL_MS
 
@@ -132,6 +132,22 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         summary="Evict what nobody needs of a pool and everything below it",
         answer=shapes.Flushed,
         raises=(*POOL, errors.SharingUnsupported, *CHANGE),
+    ),
+    ("GET", "/polykv/pools/{ref}/admission"): Operation(
+        summary="Show the admission policy that holds for a pool, and whose it is",
+        answer=shapes_admission.AdmissionShown,
+        raises=(*POOL, *ENGINE),
+    ),
+    ("POST", "/polykv/pools/{ref}/admission"): Operation(
+        summary="Give a pool an admission policy of its own, in place of any that it had",
+        body=AdmissionBody,
+        answer=shapes_admission.AdmissionChanged,
+        raises=(*BODY, *POOL, *CHANGE),
+    ),
+    ("DELETE", "/polykv/pools/{ref}/admission"): Operation(
+        summary="Take a pool's own admission policy away",
+        answer=shapes_admission.AdmissionChanged,
+        raises=(*POOL, *CHANGE),
     ),
     ("POST", "/polykv/match"): Operation(
         summary="Say what a request would get, changing nothing",

@@ -17,7 +17,7 @@ MissReason = Literal["diverged", "no_pool", "incompatible", "swa_or_recurrent", 
 SessionState = Literal["waiting", "prefilling", "decoding", "idle", "parked", "closed"]
 
 
-class _Shape(BaseModel):
+class Shape(BaseModel):
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
 
@@ -42,14 +42,14 @@ class ErrorDetail(BaseModel):
     """``context_length_exceeded``: tokens that a slot takes."""
 
 
-class Error(_Shape):
+class Error(Shape):
     """Every error of the proxy."""
 
     error: ErrorDetail
     src: Literal["polykv_proxy"]
 
 
-class PoolState(_Shape):
+class PoolState(Shape):
     """A pool, and where it is now."""
 
     pool_id: Annotated[int, Field(ge=1)]
@@ -86,7 +86,7 @@ class PoolPinned(PoolState):
     """So many may be pinned."""
 
 
-class PoolSession(_Shape):
+class PoolSession(Shape):
     """A session, as its pool shows it."""
 
     session_id: str
@@ -102,7 +102,7 @@ class PoolSession(_Shape):
     """Saved of it outside the cache, also while its slot holds it."""
 
 
-class PoolShown(_Shape):
+class PoolShown(Shape):
     """A pool of the tree. Cells, bytes, residency and sequence are null while the engine cannot be reached."""
 
     pool_id: Annotated[int, Field(ge=1)]
@@ -136,7 +136,7 @@ class PoolShown(_Shape):
     sessions: list[PoolSession]
 
 
-class ReleasedShown(_Shape):
+class ReleasedShown(Shape):
     """A pool that was released while slots hold cells of it."""
 
     pool_id: Annotated[int, Field(ge=1)]
@@ -148,7 +148,7 @@ class ReleasedShown(_Shape):
     own_kv_bytes: Count | None
 
 
-class Unpooled(_Shape):
+class Unpooled(Shape):
     """Cells of nobody's pool, and sessions without one."""
 
     kv_cells: Count | None
@@ -156,7 +156,7 @@ class Unpooled(_Shape):
     sessions: list[PoolSession]
 
 
-class WarmPlace(_Shape):
+class WarmPlace(Shape):
     """Saved states in one place. ``max_bytes`` 0: it is not used. ``hits``: states that came back from there.
 
     null: not known, in memory while the engine cannot be reached.
@@ -169,7 +169,7 @@ class WarmPlace(_Shape):
     hits: Count
 
 
-class WarmShown(_Shape):
+class WarmShown(Shape):
     """What is saved outside the cache. ``misses``: prefills of what had been saved once."""
 
     why_off: str | None
@@ -179,7 +179,7 @@ class WarmShown(_Shape):
     saves: Count
 
 
-class PoolSubtreeShown(_Shape):
+class PoolSubtreeShown(Shape):
     """A pool and what is below it: parents before children."""
 
     pools: list[PoolShown]
@@ -206,7 +206,7 @@ class PoolTreeShown(PoolSubtreeShown):
     unpooled: Unpooled
 
 
-class Freed(_Shape):
+class Freed(Shape):
     """All null when the engine could not be asked: they are freed when it is back."""
 
     seq_ids: Count | None
@@ -214,7 +214,7 @@ class Freed(_Shape):
     kv_bytes: Count | None
 
 
-class Kept(_Shape):
+class Kept(Shape):
     """What slots of sessions still hold."""
 
     kv_cells: Count
@@ -222,7 +222,7 @@ class Kept(_Shape):
     sessions: list[str]
 
 
-class Released(_Shape):
+class Released(Shape):
     """Pools that are off the tree, leaves first."""
 
     released: list[int]
@@ -242,14 +242,14 @@ class PoolEvicted(PoolState):
     freed: Freed
 
 
-class KeptPool(_Shape):
+class KeptPool(Shape):
     """A pool that was not evicted."""
 
     pool_id: int
     reason: Literal["pinned", "in_use"]
 
 
-class Flushed(_Shape):
+class Flushed(Shape):
     """What was evicted of a subtree, leaves first, and what was not."""
 
     evicted: list[int]
@@ -257,7 +257,7 @@ class Flushed(_Shape):
     freed: Freed
 
 
-class Divergence(_Shape):
+class Divergence(Shape):
     """Where a prompt leaves a pool."""
 
     pos: Count
@@ -270,7 +270,7 @@ class Divergence(_Shape):
     """Of messages: which one that token is of, counted from 0. null: of none of them, or it cannot be told."""
 
 
-class Matched(_Shape):
+class Matched(Shape):
     """What a request would get."""
 
     pool_id: int | None
@@ -283,7 +283,7 @@ class Matched(_Shape):
     divergence: Divergence | None
 
 
-class SessionShown(_Shape):
+class SessionShown(Shape):
     """A session."""
 
     session_id: str
@@ -314,14 +314,14 @@ class SessionShown(_Shape):
     last_access_ts: float
 
 
-class SessionsShown(_Shape):
+class SessionsShown(Shape):
     """All that are open. ``hooks``: told of an engine without them, where sessions keep slots at best."""
 
     sessions: list[SessionShown]
     hooks: Literal[False] | None = None
 
 
-class SessionRate(_Shape):
+class SessionRate(Shape):
     """What a session decodes."""
 
     session_id: str
@@ -337,7 +337,7 @@ class SessionRate(_Shape):
     ctx_headroom_tokens: Count | None
 
 
-class Rates(_Shape):
+class Rates(Shape):
     """Tokens per second of now; prefill does not count. null: it is not known what the engine does now."""
 
     ts: float
@@ -352,7 +352,7 @@ class Rates(_Shape):
     sessions: list[SessionRate]
 
 
-class SessionDropped(_Shape):
+class SessionDropped(Shape):
     """Forgotten; what it has running ends by itself."""
 
     session_id: str
@@ -360,7 +360,7 @@ class SessionDropped(_Shape):
     n_running: Count
 
 
-class DivergentSpan(_Shape):
+class DivergentSpan(Shape):
     """The line that differs, as offsets in characters of its text, cut to what can be shown."""
 
     start: Count
@@ -371,7 +371,7 @@ class DivergentSpan(_Shape):
     """At most 80 characters. null where data keys may ask: prompts of others are not theirs to read."""
 
 
-class RequestDivergence(_Shape):
+class RequestDivergence(Shape):
     """Where a prompt left what it was expected to begin with."""
 
     against: Literal["session", "answer", "pool", "family"]
@@ -392,7 +392,7 @@ class RequestDivergence(_Shape):
     span: DivergentSpan | None
 
 
-class RequestShown(_Shape):
+class RequestShown(Shape):
     """The receipt of one request."""
 
     request_id: str
@@ -437,13 +437,13 @@ class RequestShown(_Shape):
     """Which lines of it were pinned (``POLYKV_NORMALISE``)."""
 
 
-class RequestsShown(_Shape):
+class RequestsShown(Shape):
     """The newest first."""
 
     requests: list[RequestShown]
 
 
-class EngineHealth(_Shape):
+class EngineHealth(Shape):
     """The llama-server behind the proxy."""
 
     reachable: bool
@@ -459,7 +459,7 @@ class EngineHealth(_Shape):
     error: str | None
 
 
-class JournalHealth(_Shape):
+class JournalHealth(Shape):
     """Where pools are kept over restarts."""
 
     state: Literal["ok", "off", "unusable", "failing"]
@@ -472,7 +472,7 @@ class JournalHealth(_Shape):
     """They wait until their model is the engine's again."""
 
 
-class Health(_Shape):
+class Health(Shape):
     """Whether new work is served, and what stands in the way."""
 
     status: Literal["ok", "loading", "upstream_unavailable", "not_owner", "draining"]
@@ -482,7 +482,7 @@ class Health(_Shape):
     sessions: Count
 
 
-class Examined(_Shape):
+class Examined(Shape):
     """What the doctor found, worst first, and the facts it judged by."""
 
     status: Literal["ok", "warnings", "errors"]

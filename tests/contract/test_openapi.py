@@ -150,7 +150,11 @@ async def test_the_page_is_served_behind_the_key(proxy: Proxy, make_proxy: Any) 
 schema = schemathesis.openapi.from_dict(PAGE)
 schema.config.seed = 1
 
-SOME = {"POST /polykv/pools": {"tokens": [1]}, "POST /polykv/match": {"prompt": "x"}}
+SOME = {
+    "POST /polykv/pools": {"tokens": [1]},
+    "POST /polykv/match": {"prompt": "x"},
+    "POST /polykv/pools/{ref}/admission": {"target_tps_per_session": 5},
+}
 
 
 async def say_all(proxy: Proxy, **kw: Any) -> set[tuple[int, str]]:
