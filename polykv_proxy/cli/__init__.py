@@ -8,7 +8,20 @@ import sys
 
 import typer
 
-from polykv_proxy.cli import demo, doctor, engine, explain, match, model, pools, serve, sessions, tps, up
+from polykv_proxy.cli import (
+    admission,
+    demo,
+    doctor,
+    engine,
+    explain,
+    match,
+    model,
+    pools,
+    serve,
+    sessions,
+    tps,
+    up,
+)
 
 app = typer.Typer(
     name="polykvctl",
@@ -26,6 +39,7 @@ app.command("doctor")(doctor.doctor)
 app.command("tps")(tps.tps)
 app.add_typer(pools.app, name="pools")
 app.add_typer(sessions.app, name="sessions")
+app.add_typer(admission.app, name="admission")
 app.add_typer(engine.app, name="engine")
 app.add_typer(model.app, name="model")
 

@@ -75,7 +75,7 @@ def show_pool(ref: Ref, url: Url = DEFAULT_URL, admin_key: AdminKey = None, as_j
     from polykv_proxy.cli.pool_tree import draw_tree
 
     with ending_well(), control_client(url, admin_key) as control:
-        view = control.get(_path(ref))
+        view = control.get(path_of(ref))
         if as_json:
             echo_json(view)
             return
@@ -154,7 +154,7 @@ def fork(
         )
         body |= _wishes(name, pin, ttl_s) | ({} if branch_pos is None else {"branch_pos": branch_pos})
         with control_client(url, admin_key) as control:
-            _say_made(control.post(_path(ref, "fork"), body), parent=ref, as_json=as_json)
+            _say_made(control.post(path_of(ref, "fork"), body), parent=ref, as_json=as_json)
 
 
 @app.command("pin")
@@ -171,7 +171,7 @@ def unpin(ref: Ref, url: Url = DEFAULT_URL, admin_key: AdminKey = None, as_json:
 
 def _keep(verb: str, ref: str, url: str, admin_key: str | None, *, as_json: bool) -> None:
     with ending_well(), control_client(url, admin_key) as control:
-        pool = control.post(_path(ref, verb), None)
+        pool = control.post(path_of(ref, verb), None)
         if as_json:
             echo_json(pool)
             return
@@ -196,7 +196,7 @@ def evict(
     with ending_well(), control_client(url, admin_key) as control:
         if to not in (None, "cold", "warm"):
             raise WrongUsage(f"--to {to!r} is neither cold nor warm")
-        pool = control.post(_path(ref, "evict") + (f"?to={to}" if to else ""), None)
+        pool = control.post(path_of(ref, "evict") + (f"?to={to}" if to else ""), None)
         if as_json:
             echo_json(pool)
             return
@@ -208,8 +208,8 @@ def evict(
 def flush(ref: Ref, url: Url = DEFAULT_URL, admin_key: AdminKey = None, as_json: AsJson = False) -> None:
     """Evict a pool and everything below it, except what is pinned or has requests running."""
     with ending_well(), control_client(url, admin_key) as control:
-        before = {} if as_json else {pool["pool_id"]: pool for pool in control.get(_path(ref))["pools"]}
-        answer = control.post(_path(ref, "flush"), None)
+        before = {} if as_json else {pool["pool_id"]: pool for pool in control.get(path_of(ref))["pools"]}
+        answer = control.post(path_of(ref, "flush"), None)
         if as_json:
             echo_json(answer)
             return
@@ -236,7 +236,7 @@ def release(
 ) -> None:
     """Take a pool off the tree; its cells are free once the last running request that uses them ends."""
     with ending_well(), control_client(url, admin_key) as control:
-        answer = control.delete(_path(ref) + ("?recursive=true" if recursive else ""))
+        answer = control.delete(path_of(ref) + ("?recursive=true" if recursive else ""))
         if as_json:
             echo_json(answer)
             return
@@ -246,7 +246,7 @@ def release(
             typer.echo(f"{field.replace('_', ' '):<12} {shown(field, answer[field])}")
 
 
-def _path(ref: str, *more: str) -> str:
+def path_of(ref: str, *more: str) -> str:
     """Check what the server would never know, so that ``..`` stays a wrong name and not another path.
 
     Raises:  WrongUsage

@@ -32,7 +32,15 @@ def options(found: Command) -> dict[str, tuple[object, object]]:
 
 
 POOL_COMMANDS = ["tree", "ls", "show", "create", "fork", "pin", "unpin", "evict", "flush", "release"]
-OTHERS = [("match",), ("explain",), ("tps",), ("sessions",), ("sessions", "show"), ("sessions", "delete")]
+OTHERS = [
+    ("match",),
+    *(("admission", name) for name in ("get", "set", "drop")),
+    ("explain",),
+    ("tps",),
+    ("sessions",),
+    ("sessions", "show"),
+    ("sessions", "delete"),
+]
 
 
 @pytest.mark.parametrize("path", [*(("pools", name) for name in POOL_COMMANDS), *OTHERS], ids=" ".join)
