@@ -91,6 +91,12 @@ class Session:
         running = [turn.pool_id for turn in self.turns.values() if turn.pool_id is not None]
         return running[-1] if running else self.pool_id
 
+    def move(self, pool_id: PoolId) -> None:
+        """Its next turn goes on with this pool; what is under way does not take that back."""
+        self.pool_id = pool_id
+        for turn in self.turns.values():
+            turn.moved = True
+
     @property
     def state(self) -> State:
         if self.turns:
@@ -111,6 +117,8 @@ class Turn:
     first_s: float | None = None
     slot_id: SlotId | None = None
     pool_id: PoolId | None = None
+    moved: bool = False
+    """Its session was moved to another pool meanwhile."""
     id_task: int | None = None
     """The engine's task that its stats showed in the slot. The next three: what they told of it."""
     n_decoded: int = 0
@@ -123,6 +131,11 @@ class Turn:
         self.session.n_sent += 1
         if slot_id is not None:
             self.session.slot_id = slot_id
+
+    def accepted(self, pool_id: PoolId) -> None:
+        """The engine answers what was attached to this pool: the session is on it from here on."""
+        if not self.moved:
+            self.session.pool_id = pool_id
 
     def first_token(self, now_s: float) -> None:
         self.state, self.first_s = "decoding", now_s

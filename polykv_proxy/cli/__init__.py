@@ -10,6 +10,7 @@ import typer
 
 from polykv_proxy.cli import (
     admission,
+    compact,
     demo,
     doctor,
     engine,
@@ -34,6 +35,7 @@ app.command("demo")(demo.demo)
 app.command("up")(up.up)
 app.command("serve")(serve.serve)
 app.command("match")(match.match)
+app.command("compact")(compact.compact)
 app.command("explain")(explain.explain)
 app.command("doctor")(doctor.doctor)
 app.command("tps")(tps.tps)

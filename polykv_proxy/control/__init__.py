@@ -9,6 +9,7 @@ lease      one proxy per engine
 restore    what earlier runs left: the tree from the journal, for the engine's model, and back into the cache
 residency  what the engine holds, and single flight
 making     orders to the engine, and room for them
+compaction a shorter pool in the place of one
 retention  what stays and what goes: grace, pins and their budget
 keeping    pin, unpin, evict, flush
 ledger     who holds which cells
@@ -35,6 +36,6 @@ orders     what can be asked, as values
 """
 
 from polykv_proxy.control.core import Control
-from polykv_proxy.control.orders import AttachPlan, AttachRequest, CreatePool, ForkPool, Outcome, Source
+from polykv_proxy.control.orders import AttachPlan, AttachRequest, Compact, CreatePool, ForkPool, Outcome, Source
 
-__all__ = ["AttachPlan", "AttachRequest", "Control", "CreatePool", "ForkPool", "Outcome", "Source"]
+__all__ = ["AttachPlan", "AttachRequest", "Compact", "Control", "CreatePool", "ForkPool", "Outcome", "Source"]

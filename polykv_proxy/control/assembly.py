@@ -12,6 +12,7 @@ from typing import Any
 from polykv_proxy.config import Settings
 from polykv_proxy.control.attach import Attacher
 from polykv_proxy.control.automatic import AutomaticPools
+from polykv_proxy.control.compaction import Compaction
 from polykv_proxy.control.compare import Comparer
 from polykv_proxy.control.diagnosis import boot_lines
 from polykv_proxy.control.diverged import Divergences
@@ -251,6 +252,14 @@ class Assembly(ABC):
             views=self.views,
             journal=self.journal,
             require_sharing=self.permission.require_sharing,
+        )
+        self.compaction = Compaction(
+            tree=self.tree,
+            sessions=self.sessions,
+            pools=self.pools,
+            retention=self.retention,
+            policies=self.policies,
+            journal=self.journal,
         )
         self._working: set[asyncio.Task[Any]] = set()
         self._knew_engine = False

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from polykv_proxy.control.assembly import Assembly
 from polykv_proxy.control.diagnosis import collect_facts
-from polykv_proxy.control.orders import AttachPlan, AttachRequest, CreatePool, ForkPool, Outcome
+from polykv_proxy.control.orders import AttachPlan, AttachRequest, Compact, CreatePool, ForkPool, Outcome
 from polykv_proxy.control.readings import Readings, take_readings
 from polykv_proxy.doctor import Facts
 from polykv_proxy.errors import Draining, EngineOwned, JournalFailed, JournalInUse, SessionNotFound, UpstreamError
@@ -137,6 +137,13 @@ class Control(Assembly):
         await self.permission.require_not_taken()
         pool_id = self.tree.get(ref).pool_id
         return await self._in_own_task(self.pools.release(pool_id, recursive=recursive))
+
+    async def compact_pool(self, ref: int | str, order: Compact) -> dict[str, Any]:
+        """Put a shorter pool in the place of this one, behind an ancestor that stays. See ``compaction``."""
+        self._require_open()
+        await self.permission.require_patched()
+        await self.permission.require_not_taken()
+        return await self._in_own_task(self.compaction.compact(self.tree.get(ref).pool_id, order))
 
     async def pin_pool(self, ref: int | str) -> dict[str, Any]:
         """Keep a pool resident under pressure. See ``keeping``."""

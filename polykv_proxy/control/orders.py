@@ -57,6 +57,18 @@ class ForkPool:
     ttl_s: float | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compact:
+    """What takes a pool's place: ``source`` as a fork of ``ancestor``. ``sessions`` None: all that are on the old pool
+    or below it. ``name`` None: that of the old pool, when it is released."""
+
+    ancestor: int | str
+    source: Source
+    sessions: tuple[SessionId, ...] | None = None
+    release_old: bool = True
+    name: str | None = None
+
+
 @dataclass(slots=True)
 class Waits:
     """How long a request waited until it was decided, in seconds. Filled in on its way: also who is refused, or leaves,

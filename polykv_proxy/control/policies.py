@@ -51,6 +51,10 @@ class Policies:
     def default(self) -> Policy | None:
         return self._book.default
 
+    def own(self, pool_id: PoolId) -> Policy | None:
+        """The policy that was set for this very pool."""
+        return self._book.own(pool_id)
+
     def resolve(self, pool_id: PoolId) -> Ruling:
         """What holds for a pool; for one that is off the tree, what holds for pools without a policy."""
         path = [pool_id]

@@ -286,7 +286,7 @@ class TurnRelay:
                 self._complete = True
                 return response
             if self._plan is not None and self._plan.pool_id is not None:
-                self._turn.session.pool_id = self._plan.pool_id
+                self._turn.accepted(self._plan.pool_id)
             relay = self._stream if is_sse(upstream) else self._whole
             return await relay(upstream, extra, usage)
 

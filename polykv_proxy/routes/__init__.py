@@ -2,6 +2,7 @@
 
 pools     create, fork, show, release
 admission the policy of a pool, and whether it has room for one more session
+compact   a shorter pool in the place of one
 match     what a request would get
 tps       tokens per second, once or as a stream
 sessions  who is attached where
@@ -18,6 +19,7 @@ from aiohttp import web
 
 from polykv_proxy.control import Control
 from polykv_proxy.routes.admission import admission_routes
+from polykv_proxy.routes.compact import compact_routes
 from polykv_proxy.routes.doctor import doctor_routes
 from polykv_proxy.routes.health import health_routes
 from polykv_proxy.routes.match import match_routes
@@ -33,6 +35,7 @@ def add_routes(app: web.Application, control: Control) -> None:
     app.router.add_routes(
         [
             *pool_routes(control),
+            *compact_routes(control),
             *admission_routes(control),
             *match_routes(control),
             *session_routes(control),

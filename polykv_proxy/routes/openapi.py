@@ -22,6 +22,7 @@ from polykv_proxy.errors import PolyKVError
 from polykv_proxy.routes import shapes, shapes_admission
 from polykv_proxy.routes.answers import answering, json_answer
 from polykv_proxy.routes.body import AdmissionBody, CreateBody, ForkBody, MatchBody
+from polykv_proxy.routes.compact import CompactBody, Compacted
 from polykv_proxy.routes.requests import DEFAULT_LAST
 from polykv_proxy.routes.tps import INTERVAL_MAX_MS, INTERVAL_MIN_MS, INTERVAL_MS
 
@@ -111,6 +112,14 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         status=201,
         location=True,
         raises=(*BODY, *POOL, errors.BranchNotExact, *MAKE),
+    ),
+    ("POST", "/polykv/pools/{ref}/compact"): Operation(
+        summary="Put a shorter pool in the place of this one, and move its sessions, pins and policy to it",
+        body=CompactBody,
+        answer=Compacted,
+        status=201,
+        location=True,
+        raises=(*BODY, *POOL, errors.PoolInUse, *MAKE),
     ),
     ("POST", "/polykv/pools/{ref}/pin"): Operation(
         summary="Keep a pool resident under pressure",

@@ -156,6 +156,10 @@ class Journal:
         """Keep a pool's name, pin and ttl as they are now. Raises JournalFailed (503)."""
         await self._write([Changed(pool.pool_id, pool.name, pool.pin, pool.ttl_s)])
 
+    async def pools_changed(self, pools: Iterable[JournaledPool]) -> None:
+        """As ``pool_changed``, of several: all are kept or none."""
+        await self._write([Changed(pool.pool_id, pool.name, pool.pin, pool.ttl_s) for pool in pools])
+
     async def policy_changed(self, pool_id: PoolId, policy: Mapping[str, Any] | None) -> None:
         """Keep a pool's own policy, or that it has none any more. Raises JournalFailed (503); then it is as before."""
         await self._write([PolicyChanged(pool_id, policy)])

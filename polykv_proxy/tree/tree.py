@@ -358,6 +358,18 @@ class PoolTree:
             self._residents.pop(pool_id, None)
         self._index.rekey(_key(pool))
 
+    def rename(self, pool_id: PoolId, name: str | None) -> None:
+        """Give a pool another name, or none. Raises NameTaken (409)."""
+        pool = self._pools[pool_id]
+        if name == pool.name:
+            return
+        if name is not None:
+            self._check_name(name)
+            self._names[name] = pool_id
+        if pool.name is not None:
+            del self._names[pool.name]
+        pool.name = name
+
     def release(self, pool_id: PoolId, *, recursive: bool = False) -> list[Pool]:
         """Take a pool off the tree at once, with ``recursive`` everything below it too. Gives them, leaves first.
 
@@ -403,12 +415,7 @@ class PoolTree:
 
     def _reserve(self, parent: PoolId, branch_pos: int, tokens: Tokens, name: str | None) -> PoolPlan:
         if name is not None:
-            check_name(name)
-            if name in self._names:
-                raise NameTaken(
-                    f"a pool is named {name!r} already: use it, fork it or release it, or take another name",
-                    param="name",
-                )
+            self._check_name(name)
         plan = PoolPlan(PoolId(self._next_id), parent, branch_pos, tokens, name)
         self._next_id += 1
         self._plans[plan.pool_id] = plan
@@ -417,6 +424,15 @@ class PoolTree:
         if parent != ROOT:
             self._n_plans_of[parent] = self._n_plans_of.get(parent, 0) + 1
         return plan
+
+    def _check_name(self, name: str) -> None:
+        """Raises RequestError (400), NameTaken (409)."""
+        check_name(name)
+        if name in self._names:
+            raise NameTaken(
+                f"a pool is named {name!r} already: use it, fork it or release it, or take another name",
+                param="name",
+            )
 
     def _settle(self, plan: PoolPlan) -> None:
         """End a plan, once."""

@@ -153,6 +153,7 @@ schema.config.seed = 1
 SOME = {
     "POST /polykv/pools": {"tokens": [1]},
     "POST /polykv/match": {"prompt": "x"},
+    "POST /polykv/pools/{ref}/compact": {"ancestor": 1, "tokens": [1]},
     "POST /polykv/pools/{ref}/admission": {"target_tps_per_session": 5},
 }
 
