@@ -110,9 +110,12 @@ class RateBook:
     def _fold(self, rate: SessionRate, n_tokens: int, dt_s: float, prefill: bool) -> None:
         tps = rate.experienced.value
         window_s = min(self._window_s, self._window_tokens / tps) if tps else self._window_s
-        rate.experienced.fold(n_tokens / dt_s, dt_s, window_s)
         rate.pending_s += dt_s
         rate.pending_prefill |= prefill
+        if tps is not None:
+            rate.experienced.fold(n_tokens / dt_s, dt_s, window_s)
+        elif n_tokens:  # until its first token it is warming: 0 would be a rate, and drag the mean down
+            rate.experienced.fold(n_tokens / rate.pending_s, rate.pending_s, window_s)
         clear = rate.clear.value
         usual_s = n_tokens / clear if clear else (rate.pending_s if n_tokens else 0.0)
         late_s = rate.pending_s - usual_s

@@ -76,6 +76,19 @@ def test_warming_is_who_never_had_a_sample() -> None:
     assert (rates.mean_active_tps, rates.n_active, rates.n_warming) == (None, 0, 1)
 
 
+def test_who_has_not_decoded_a_token_between_two_readings_has_no_rate_yet() -> None:
+    """Readings may be closer than tokens: a rate of 0 would drag the mean of all down. Then all of the time counts."""
+    book = RateBook()
+    for t in (0.0, 0.02, 0.04):
+        book.update(reading(t, one(A, 3)))
+        mean = book.read(reading(t, one(A, 3)))
+        assert (mean.mean_active_tps, mean.n_active, mean.n_warming) == (None, 0, 1)
+    book.update(reading(0.1, one(A, 5)))
+    rate = book.get(A)
+    assert rate is not None
+    assert (rate.tps, rate.clear_tps) == (pytest.approx(20.0), pytest.approx(20.0))
+
+
 def test_a_prefill_stall_is_marked_and_left_out_of_the_clear_rate() -> None:
     book = RateBook()
     for i in range(5):
