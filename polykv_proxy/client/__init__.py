@@ -1,18 +1,19 @@
 """The SDK: pools, admission and generation of a PolyKV proxy from Python, sync and async.
 
-clients  ``PolyKVClient`` and ``AsyncPolyKVClient``: one method per route, typed results
-calls    what these methods ask and how the answers are read; pure, and shared by both
-results  the types of the answers
-errors   what they raise
-wire     HTTP apart from sending: keys, retries, events
-line     who starts next; pure
-pacer    ``AdmissionPacer``, ``AsyncAdmissionPacer``: let in one by one, as the gate has room
-courier  ``Courier``: many jobs, as many at once as the pool has room for
+clients     ``PolyKVClient`` and ``AsyncPolyKVClient``: one method per route, typed results
+calls       what these methods ask, and how the answers are read; pure, and shared by both
+generating  the same for chats and completions
+asking      what a request is before it is sent
+results     the types of the answers
+errors      what they raise
+wire        HTTP apart from sending: keys, retries, events
+line        who starts next; pure
+pacer       ``AdmissionPacer``, ``AsyncAdmissionPacer``: let in one by one, as the gate has room
+courier     ``Courier``: many jobs, as many at once as the pool has room for
 
 It needs httpx and pydantic, and no other part of this package.
 """
 
-from polykv_proxy.client.calls import Refork
 from polykv_proxy.client.clients import AsyncPolyKVClient, PolyKVClient
 from polykv_proxy.client.courier import Courier, Delivery, Job
 from polykv_proxy.client.errors import (
@@ -37,6 +38,7 @@ from polykv_proxy.client.results import (
     AdmissionPolicy,
     Capacity,
     ChatReply,
+    Compacted,
     CompletionReply,
     Flushed,
     Health,
@@ -64,6 +66,7 @@ __all__ = [
     "AuthenticationError",
     "Capacity",
     "ChatReply",
+    "Compacted",
     "CompletionReply",
     "Courier",
     "Delivery",
@@ -89,7 +92,6 @@ __all__ = [
     "PoolSaturatedError",
     "PoolTree",
     "Receipt",
-    "Refork",
     "Released",
     "RequestInfo",
     "SeqBudgetExhaustedError",

@@ -12,8 +12,8 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 import httpx
 
-from polykv_proxy.client import calls
-from polykv_proxy.client.calls import Call, Steps, StreamCall
+from polykv_proxy.client import calls, generating
+from polykv_proxy.client.asking import Call, Steps, StreamCall
 from polykv_proxy.client.errors import PolyKVError
 from polykv_proxy.client.wire import Events, Wire
 
@@ -119,11 +119,11 @@ class PolyKVClient:
     health = _does(calls.health)
     tokenize = _does(calls.tokenize)
     render = _does_steps(calls.render)
-    compact_by_refork = _does_steps(calls.compact_by_refork)
-    chat = _does(calls.chat)
-    stream_chat = _streams(calls.stream_chat)
-    complete = _does(calls.complete)
-    stream_complete = _streams(calls.stream_complete)
+    compact_by_refork = _does(calls.compact_by_refork)
+    chat = _does(generating.chat)
+    stream_chat = _streams(generating.stream_chat)
+    complete = _does(generating.complete)
+    stream_complete = _streams(generating.stream_complete)
 
     def call(self, call: Call[T]) -> T:
         """Do one call. Raises PolyKVError."""
@@ -237,11 +237,11 @@ class AsyncPolyKVClient:
     health = _awaits(calls.health)
     tokenize = _awaits(calls.tokenize)
     render = _awaits_steps(calls.render)
-    compact_by_refork = _awaits_steps(calls.compact_by_refork)
-    chat = _awaits(calls.chat)
-    stream_chat = _streams_async(calls.stream_chat)
-    complete = _awaits(calls.complete)
-    stream_complete = _streams_async(calls.stream_complete)
+    compact_by_refork = _awaits(calls.compact_by_refork)
+    chat = _awaits(generating.chat)
+    stream_chat = _streams_async(generating.stream_chat)
+    complete = _awaits(generating.complete)
+    stream_complete = _streams_async(generating.stream_complete)
 
     async def call(self, call: Call[T]) -> T:
         """Do one call. Raises PolyKVError."""

@@ -14,7 +14,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
-from polykv_proxy.client.calls import Pool
+from polykv_proxy.client.asking import Pool
 from polykv_proxy.client.clients import AsyncPolyKVClient, PolyKVClient
 from polykv_proxy.client.errors import PoolSaturatedError
 from polykv_proxy.client.line import Admission, PaceEvent

@@ -20,7 +20,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, ClassVar, Literal, Self
 
-from polykv_proxy.client.calls import Call, Pool, capacity
+from polykv_proxy.client.asking import Call, Pool
+from polykv_proxy.client.calls import capacity
 from polykv_proxy.client.errors import PoolSaturatedError
 from polykv_proxy.client.results import Capacity
 

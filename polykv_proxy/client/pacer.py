@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from polykv_proxy.client.calls import Call, Pool
+from polykv_proxy.client.asking import Call, Pool
 from polykv_proxy.client.clients import AsyncPolyKVClient, PolyKVClient
 from polykv_proxy.client.line import Acquiring, Admission, Asking, Line, PaceEvent, Pause, acquire, penalty_s
 from polykv_proxy.client.results import Capacity

@@ -7,11 +7,19 @@ Units:   in the names; ``_ts`` Unix seconds
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class Result(BaseModel):
     model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_unknown(cls, given: Any) -> Any:
+        """A list or an object that is null is an empty one here."""
+        if not isinstance(given, dict):
+            return given
+        return {name: value for name, value in given.items() if value is not None or name not in cls.model_fields}
 
 
 class PoolState(Result):
@@ -78,6 +86,21 @@ class Released(Result):
     released: list[int] = Field(default_factory=list)
     freed_now: Freed = Field(default_factory=Freed)
     freed_later: FreedLater = Field(default_factory=FreedLater)
+
+
+class Moved(Result):
+    """A session whose next turn attaches to the new pool. ``n_running``: turns that go on with the old cells."""
+
+    session_id: str
+    from_pool_id: int | None = None
+    n_running: int | None = None
+
+
+class Compacted(PoolCreated, Released):
+    """The new pool, who moves to it, and what was freed with the old one."""
+
+    pinned: bool | None = None
+    moved: list[Moved] = Field(default_factory=list)
 
 
 class PoolSession(Result):

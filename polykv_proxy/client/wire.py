@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 import httpx
 
 from polykv_proxy import __version__
-from polykv_proxy.client.calls import Call, StreamCall
+from polykv_proxy.client.asking import Call, StreamCall
 from polykv_proxy.client.errors import (
     PolyKVError,
     PolyKVTimeoutError,

@@ -1,23 +1,24 @@
 """Every method, by both clients, against the proxy: what it asks is understood, what comes back is what happened."""
 
 import inspect
-from typing import Any
 
 import pytest
 from pydantic import BaseModel
 
 from polykv_proxy.client import (
     AsyncPolyKVClient,
+    InvalidRequestError,
     PolyKVClient,
-    PoolNotFoundError,
     calls,
+    generating,
     results,
 )
 from polykv_proxy.client.calls import Call, StreamCall
 from polykv_proxy.routes import shapes, shapes_admission
+from polykv_proxy.routes.compact import Compacted
 from tests.client.conftest import Asked
 from tests.fake_engine import FakeEngine
-from tests.relay.conftest import Proxy, ProxyMaker
+from tests.relay.conftest import ProxyMaker
 
 A = [65] * 20
 AB = [65] * 20 + [66] * 10
@@ -166,65 +167,54 @@ async def test_health_is_an_answer_also_when_it_is_bad(asked: Asked, make_proxy:
     assert (health.status, health.engine["reachable"]) == ("upstream_unavailable", False)
 
 
-async def test_a_compaction_forks_and_releases_what_was_there(asked: Asked) -> None:
+async def test_a_compaction_takes_the_place_of_what_was_there(asked: Asked) -> None:
     root = await asked("create_pool", tokens=A, name="system")
     old = await asked("fork_pool", "system", tokens=AB, name="working")
-    below = await asked("fork_pool", "working", tokens=[*AB, 67], pin=True)
-    await asked("complete", [*AB, 67, 68], n_predict=1, session_id="s", pool_id=below.pool_id)
-    done = await asked("compact_by_refork", ancestor="system", old_pool="working", compacted_tokens=[*A, 90, 91])
-    assert (done.pool.parent, done.pool.branch_pos, done.pool.prefix_len) == (root.pool_id, 20, 22)
-    assert (done.sessions, done.released.released, done.release_error) == (("s",), [below.pool_id, old.pool_id], None)
-    moved = await asked("complete", [*A, 90, 91, 92], n_predict=1, session_id="s", pool_id=done.pool.pool_id)
-    assert (moved.polykv.pool_id, moved.polykv.prefix_n_tokens) == (done.pool.pool_id, 22)
+    below = await asked("fork_pool", "working", tokens=[*AB, 67])
+    for session_id in ("s", "t"):
+        await asked("complete", [*AB, 67, 68], n_predict=1, session_id=session_id, pool_id=below.pool_id)
+    done = await asked(
+        "compact_by_refork", ancestor="system", old_pool="working", compacted_tokens=[*A, 90, 91], sessions=["s"]
+    )
+    assert (done.parent, done.branch_pos, done.prefix_len, done.name) == (root.pool_id, 20, 22, "working")
+    assert [(moved.session_id, moved.from_pool_id) for moved in done.moved] == [("s", below.pool_id)]
+    assert done.released == [below.pool_id, old.pool_id]
+    assert (await asked("session", "s")).pool_id == done.pool_id
+    moved = await asked("complete", [*A, 90, 91, 92], n_predict=1, session_id="s")
+    assert (moved.polykv.pool_id, moved.polykv.prefix_n_tokens) == (done.pool_id, 22)
 
 
-async def test_a_compaction_may_leave_the_old_pool_to_the_caller(asked: Asked) -> None:
+async def test_a_compaction_may_leave_what_was_there(asked: Asked) -> None:
     await asked("create_pool", tokens=A, name="system")
     old = await asked("fork_pool", "system", tokens=AB)
     kept = await asked(
         "compact_by_refork", ancestor="system", old_pool=old.pool_id, compacted_tokens=[*A, 9], release_old=False
     )
-    assert kept.released is None
-    alone = await asked("compact_by_refork", ancestor="system", compacted_tokens=[*A, 8])
-    assert {p.pool_id for p in (await asked("pools")).pools} >= {old.pool_id, kept.pool.pool_id, alone.pool.pool_id}
+    assert kept.released == []
+    alone = await asked("compact_by_refork", ancestor="system", compacted_tokens=[*A, 8], name="alone")
+    assert (alone.name, alone.branch_pos, alone.moved) == ("alone", 20, [])
+    assert {p.pool_id for p in (await asked("pools")).pools} >= {old.pool_id, kept.pool_id, alone.pool_id}
 
 
 async def test_a_compaction_never_releases_its_own_ancestor(asked: Asked) -> None:
-    root = await asked("create_pool", tokens=A, name="system")
-    child = await asked("fork_pool", "system", tokens=AB)
-    for old in ("system", root.pool_id):
-        with pytest.raises(ValueError, match="in the subtree"):
-            await asked("compact_by_refork", ancestor=child.pool_id, old_pool=old, compacted_tokens=[*AB, 1])
-    assert len((await asked("pools")).pools) == 2
-
-
-async def test_a_compaction_whose_release_fails_gives_the_new_pool(asked: Asked, proxy: Proxy) -> None:
     await asked("create_pool", tokens=A, name="system")
-    await asked("fork_pool", "system", tokens=AB, name="working")
-    fork = proxy.control.fork_pool
-
-    async def fork_and_lose_the_old(*args: Any) -> dict[str, Any]:
-        made = await fork(*args)
-        await proxy.control.release_pool("working", recursive=True)
-        return made
-
-    proxy.control.fork_pool = fork_and_lose_the_old  # type: ignore[method-assign]
-    done = await asked("compact_by_refork", ancestor="system", old_pool="working", compacted_tokens=[*A, 7])
-    assert isinstance(done.release_error, PoolNotFoundError)
-    assert (done.released, done.pool.prefix_len) == (None, 21)
+    child = await asked("fork_pool", "system", tokens=AB)
+    with pytest.raises(InvalidRequestError):
+        await asked("compact_by_refork", ancestor=child.pool_id, old_pool="system", compacted_tokens=[*AB, 1])
+    assert len((await asked("pools")).pools) == 2
 
 
 def test_both_clients_have_every_call_with_its_signature() -> None:
     made = {
         name: function
-        for name, function in vars(calls).items()
-        if inspect.isfunction(function) and function.__module__ == calls.__name__ and not name.startswith("_")
+        for module in (calls, generating)
+        for name, function in vars(module).items()
+        if inspect.isfunction(function) and function.__module__ == module.__name__ and not name.startswith("_")
     }
     kinds = (Call.__name__, StreamCall.__name__, "Generator")
-    calling = {name: f for name, f in made.items() if name != "step"}
-    assert all(any(kind in str(inspect.signature(f).return_annotation) for kind in kinds) for f in calling.values())
+    assert all(any(kind in str(inspect.signature(f).return_annotation) for kind in kinds) for f in made.values())
     for client in (PolyKVClient, AsyncPolyKVClient):
-        for name, function in calling.items():
+        for name, function in made.items():
             method = getattr(client, name)
             own = list(inspect.signature(method).parameters.values())[1:]
             assert own == list(inspect.signature(function).parameters.values()), name
@@ -237,6 +227,7 @@ SHOWN = {
     results.PoolEvicted: shapes.PoolEvicted,
     results.Flushed: shapes.Flushed,
     results.Released: shapes.Released,
+    results.Compacted: Compacted,
     results.PoolInfo: shapes.PoolShown,
     results.PoolSession: shapes.PoolSession,
     results.PoolTree: shapes.PoolTreeShown,
@@ -261,3 +252,4 @@ def test_what_is_unknown_or_new_is_no_error() -> None:
     assert bare.tps_ewma is None
     assert bare.model_extra == {"invented_since": {"deep": 1}}
     assert results.PoolTree.model_validate({"pools": []}).kv_cells_used is None
+    assert results.Released.model_validate({"freed_now": None, "released": None}) == results.Released()

@@ -8,7 +8,8 @@ import httpx
 import pytest
 
 from polykv_proxy.client import AsyncPolyKVClient, PolyKVClient, PolyKVError, PolyKVTimeoutError, PolyKVUnavailableError
-from polykv_proxy.client.calls import Call, StreamCall, capacity, create_pool, pools
+from polykv_proxy.client.asking import Call, StreamCall
+from polykv_proxy.client.calls import capacity, create_pool, pools
 from polykv_proxy.client.errors import PoolSaturatedError
 from polykv_proxy.client.wire import Events, Wire
 
