@@ -19,6 +19,8 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
+from polykv_proxy.gate.policy import MAX_TPS
+
 ENV_PREFIX = "POLYKV_"
 MEMORY_STATE = ":memory:"
 
@@ -85,10 +87,14 @@ class Settings(BaseSettings):
     tps_window_ms: int = Field(2000, ge=1, description="EWMA window of tokens per second, in milliseconds.")
     pin_max_fraction: float = Field(0.5, ge=0, le=1, description="Pinned cells at most this share of the cache.")
     default_target_tps: float | None = Field(
-        None, gt=0, description="Floor in tokens per second per session of pools without a policy; none = no gate."
+        None,
+        gt=0,
+        le=MAX_TPS,
+        allow_inf_nan=False,
+        description="Floor in tokens per second per session of pools without a policy; none = no gate.",
     )
     default_mode: Literal["advisory", "enforced"] | None = Field(
-        None, description="Admission mode of pools without a policy of their own."
+        None, description="Admission mode of pools without a policy of their own; needs default_target_tps."
     )
     metrics_aliases: Literal["vllm"] | None = Field(
         None, description="Gauges of /metrics also under the names that another server gives them; none = ours only."

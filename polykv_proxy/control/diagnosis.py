@@ -105,6 +105,7 @@ def collect_facts(
         journal_error=journal["error"],
         journal_saved_copy=journal["saved_copy"],
         n_pools_of_other_models=journal["pools_of_other_models"],
+        idle_default_mode=settings.default_mode if settings.default_target_tps is None else None,
         warm_off=saved.why_off if known else None,
         warm_disk_off=stats.saved.disk.why_off if settings.warm_disk_bytes else None,
         warm_after_s=settings.warm_after_s,

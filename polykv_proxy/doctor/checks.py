@@ -16,6 +16,7 @@ ALWAYS: list[Check] = [
     use.journal,
     use.damaged_journal,
     use.pools_of_other_models,
+    use.default_mode_alone,
     use.warm,
     use.warm_disk,
     use.left_states,

@@ -78,6 +78,18 @@ def no_admin_key(facts: Facts) -> Finding | None:
     )
 
 
+def default_mode_alone(facts: Facts) -> Finding | None:
+    if facts.idle_default_mode is None:
+        return None
+    return Finding(
+        "default_mode_alone",
+        "warning",
+        f"POLYKV_DEFAULT_MODE is {facts.idle_default_mode}, and there is no POLYKV_DEFAULT_TARGET_TPS",
+        "without a floor there is no default policy: no pool is gated unless it was given a policy",
+        "set POLYKV_DEFAULT_TARGET_TPS to the tokens per second that every session shall have, or neither",
+    )
+
+
 def journal(facts: Facts) -> Finding | None:
     if facts.journal == "off":
         return Finding(

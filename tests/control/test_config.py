@@ -76,6 +76,10 @@ def test_state_path_is_named_after_the_upstream():
         ({"mode": "z"}, "--mode: Input should be 'auto' or 'explicit' (got 'z')"),
         ({"upstream_url": "localhost:8080"}, "--upstream: must be like http://127.0.0.1:8080"),
         ({"upstream_url": "http://x:99999"}, "--upstream: must be like"),
+        ({"default_target_tps": "inf"}, "--default-target-tps: "),
+        ({"default_target_tps": 0}, "--default-target-tps: "),
+        ({"default_target_tps": 1000001}, "--default-target-tps: "),
+        ({"default_mode": "strict"}, "--default-mode: "),
         ({"no_such": 1}, "--no-such: no such setting"),
         (
             {"warm_disk_bytes": "1GiB"},

@@ -48,6 +48,15 @@ async def test_an_engine_that_went_away_is_a_200_that_says_so():
         assert await findings(plane) == {"engine_unreachable": "error"} | ALWAYS
 
 
+async def test_a_default_mode_without_a_floor_gates_nobody():
+    async with FakeEngine(save_ram=MIB) as engine:
+        async with planes(engine, default_mode="enforced") as plane:
+            assert await findings(plane) == {"default_mode_alone": "warning"} | ALWAYS
+            assert plane.control.policies.is_empty
+        async with planes(engine, default_mode="enforced", default_target_tps=2) as plane:
+            assert await findings(plane) == ALWAYS
+
+
 async def test_another_proxy_manages_the_pools():
     async with FakeEngine() as engine, planes(engine) as plane:
         engine.hooks._owner = ("somebody else", time.monotonic() + 60)

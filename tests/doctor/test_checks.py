@@ -101,6 +101,7 @@ CASES = [
     ("orphaned_pins", "info", {"n_orphaned_pins": 2}),
     ("max_pools_small", "info", {"n_pools": 17}),
     ("more_sessions_than_slots", "info", {"n_live_sessions": 5}),
+    ("default_mode_alone", "warning", {"idle_default_mode": "enforced"}),
     ("no_admin_key", "warning", {"hosts": ("127.0.0.1", "0.0.0.0")}),
     ("no_admin_key", "warning", {"hosts": ("192.168.1.7",), "has_data_keys": True}),
     ("journal_in_memory", "warning", {"journal": "off"}),
