@@ -35,8 +35,9 @@ class Facts:
     nobody uses, and their cells.
     ``hosts``: where the proxy listens. ``journal``: off = pools are forgotten when the proxy ends.
     ``journal_saved_copy``: where a damaged one was put. ``idle_default_mode``: a default admission mode without floor.
-    ``warm_off``: why no state is saved outside the cache, empty = it is; ``warm_disk_off``: why none is on disk although that was asked for. ``warm_settings``: those of the warm tier
-    that somebody set. ``warm_after_s``: 0 = idle pools leave under pressure only. ``n_left_states``: files of saved
+    ``warm_off``: why no state is saved outside the cache, empty = it is; ``warm_disk_off``: why none is
+    on disk although that was asked for. ``warm_settings``: those of the warm tier that somebody set.
+    ``warm_after_s``: 0 = idle pools leave under pressure only. ``n_left_states``: files of saved
     states in ``states_folder`` that no engine uses, since it has no budget for them.
     Units:   *_cells cells of the cache; n_ctx_slot tokens; recurrent_bytes bytes of one sequence's state;
              left_states_bytes bytes of all those files
