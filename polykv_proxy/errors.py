@@ -215,6 +215,35 @@ class Draining(CapacityError):
     code = "draining"
 
 
+class AdmissionRefused(CapacityError):
+    """The gate lets no new session in now. ``reason``: of its verdict. ``retry_after_ms``: jittered, as the seconds."""
+
+    status = 429
+
+    def __init__(self, message: str, *, reason: str, retry_after_s: int, retry_after_ms: int, **extra: Any):
+        super().__init__(message, retry_after_s=retry_after_s, reason=reason, **extra)
+        self.reason, self.retry_after_ms = reason, retry_after_ms
+
+
+class PoolSaturated(AdmissionRefused):
+    code = "pool_saturated"
+
+
+class QueueFull(AdmissionRefused):
+    code = "queue_full"
+
+
+class QueueTimeout(AdmissionRefused):
+    code = "queue_timeout"
+
+
+class LoadUnknown(AdmissionRefused):
+    """The engine was not measured for a while: under an enforced policy that is no free place."""
+
+    status = 503
+    code = "upstream_unavailable"
+
+
 class JournalFailed(CapacityError):
     """What was ordered could not be written down, so it would not survive a restart."""
 

@@ -52,6 +52,9 @@ class Session:
     closed: bool = False
     n_turns: int = 0
     n_decoded: int = 0
+    n_first_turns: int = 0
+    """Of these those with ``Turn.number`` 1, and below what they decoded: one conversation, one after the other."""
+    n_first_decoded: int = 0
     ctx_used: int | None = None
     ttft_ms: float | None = None
     tps: float | None = None
@@ -107,11 +110,17 @@ class Session:
 
 @dataclass(slots=True)
 class Turn:
-    """One running request of a session."""
+    """One running request of a session. ``number``: 1, unless others of its session run already.
+
+    ``held``: the gate lets it wait. ``entered``: the gate let it in, or there was nothing to ask.
+    """
 
     turn_id: int
     session: Session
     begun_s: float
+    number: int = 1
+    held: bool = False
+    entered: bool = False
     state: State = "waiting"
     sent_s: float | None = None
     first_s: float | None = None
@@ -222,7 +231,10 @@ class SessionBook:
         if not session.turns:
             self._rouse(session)
         self._n_turns += 1
-        turn = Turn(self._n_turns, session, now_s)
+        taken = {turn.number for turn in session.turns.values()}
+        number = next(n for n in range(1, len(taken) + 2) if n not in taken)
+        turn = Turn(self._n_turns, session, now_s, number)
+        session.n_first_turns += number == 1
         session.turns[turn.turn_id] = self.running[turn.turn_id] = turn
         session.n_turns += 1
         session.last_s = now_s
@@ -244,7 +256,9 @@ class SessionBook:
             session.ctx_used = turn.ctx_used  # the reply broke off, or did not say it
         if usage.tps is not None:
             session.tps = usage.tps
-        session.n_decoded += usage.predicted_n if usage.predicted_n is not None else turn.n_decoded
+        n_decoded = usage.predicted_n if usage.predicted_n is not None else turn.n_decoded
+        session.n_decoded += n_decoded
+        session.n_first_decoded += n_decoded if turn.number == 1 else 0
         if self._sessions.get(session.session_id) is not session:
             return  # dropped meanwhile
         if said is not None:

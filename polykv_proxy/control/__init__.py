@@ -4,6 +4,7 @@ core       ``Control``: what the doors talk to
 assembly   how the parts are put together
 pools      plan → perform → commit or drop
 policies   whose admission policy a pool follows
+door       who waits to come in, and which turn waits (``gate_facts``, ``visits``, ``refused``)
 watch      what the engine is: reachable, patched, which start of it
 lease      one proxy per engine
 restore    what earlier runs left: the tree from the journal, for the engine's model, and back into the cache

@@ -16,8 +16,10 @@ from polykv_proxy.control.compaction import Compaction
 from polykv_proxy.control.compare import Comparer
 from polykv_proxy.control.diagnosis import boot_lines
 from polykv_proxy.control.diverged import Divergences
+from polykv_proxy.control.door import Door
 from polykv_proxy.control.dry_run import DryRun
 from polykv_proxy.control.fan_out import FanOut
+from polykv_proxy.control.gate_facts import GateFacts
 from polykv_proxy.control.hints import Hints
 from polykv_proxy.control.keeping import Keeping
 from polykv_proxy.control.lease import TTL_S, Lease
@@ -40,6 +42,8 @@ from polykv_proxy.control.tier import Tier
 from polykv_proxy.control.views import Views
 from polykv_proxy.control.watch import HEARTBEAT_S, EngineWatch
 from polykv_proxy.doctor import Facts
+from polykv_proxy.gate.gate import Gate
+from polykv_proxy.gate.rate import RateBook
 from polykv_proxy.ids import PoolId, SeqId, SlotId
 from polykv_proxy.sessions import SessionBook
 from polykv_proxy.slots import Grant, SlotBook
@@ -200,6 +204,7 @@ class Assembly(ABC):
             rates=self.rates,
         )
         self.feed = RateFeed(self.watch, self.rates, self.views, clock, unix_offset_s)
+        self.door = self._make_door()
         self.permission = Permission(
             engine=self.engine,
             watch=self.watch,
@@ -263,6 +268,24 @@ class Assembly(ABC):
         )
         self._working: set[asyncio.Task[Any]] = set()
         self._knew_engine = False
+    def _make_door(self) -> Door:
+        facts = GateFacts(
+            tree=self.tree,
+            sessions=self.sessions,
+            slots=self.slots,
+            watch=self.watch,
+            room=self.room,
+            ledger=self.residency.ledger,
+            rates=self.rates,
+            policies=self.policies,
+            clock=self.clock,
+        )
+        rates = RateBook(window_tokens=self.settings.tps_window_tokens, window_s=self.settings.tps_window_ms / 1e3)
+        door = Door(Gate(rates=rates), policies=self.policies, facts=facts, fresh=self.feed.fresh, clock=self.clock)
+        self.policies.on_changed, self.policies.on_forgotten = door.policies_changed, door.forget
+        self.views.measured_rate = door.rate_of
+        return door
+
 
     @property
     def hooks(self) -> bool:

@@ -4,11 +4,13 @@
     2. Which pool: the one it names (an unknown one: unpooled), else the session's while the prompt still starts with
        all of it, else the deepest match that is worth it (``compare``).
     3. How far: the prompt's tokens against the pool's.
-    4. Cells for it (``admission``): evicted, waited for, or unpooled if only that fits. Also for who gets no pool.
-    5. Make the pool resident (one flight per pool). If that cannot be now: unpooled, never an error.
+    4. Past the gate (``door``), if the pool has a policy: a new session may wait there, or be refused.
+    5. Cells for it (``admission``): evicted, waited for, or unpooled if only that fits. Also for who gets no pool.
+    6. Make the pool resident (one flight per pool). If that cannot be now: unpooled, never an error.
 
 A pool that cannot be had costs time, not an answer. What fails a data request in here: an explicit prefix that does not
-match (400), a pool that does not exist when strictness was asked for (404), and a cache that stays full (503).
+match (400), a pool that does not exist when strictness was asked for (404), a gate that lets no new session in (429,
+503), and a cache that stays full (503).
 """
 
 import asyncio
@@ -66,7 +68,8 @@ class Attacher:
     async def decide(self, request: AttachRequest) -> AttachPlan:
         """Decide, and wait until there is room and the pool is resident.
 
-        Raises:  ExplicitPrefixTooLong (400), PoolNotFound (404, only strict), KvExhaustedForRequest (503)
+        Raises:  ExplicitPrefixTooLong (400), PoolNotFound (404, only strict), AdmissionRefused (429, 503),
+                 KvExhaustedForRequest (503)
         """
         try:
             return await self._decide(request)
@@ -90,16 +93,13 @@ class Attacher:
         if self._looking is not None and not self._looking.done():
             await asyncio.wait([self._looking], timeout=EXPLAIN_S)  # what is known is being corrected
         # 2. and 3.
-        unpooled: AttachPlan | None = None
-        try:
-            found = await self._choose(request, named)
-        except Unpooled as e:
-            if e.plan.miss_reason == "incompatible" and e.found is None:
-                request = replace(request, has_media=True)  # there is more than text in it, and the engine said so
-            if e.plan.miss_reason == "no_pool":
-                self._named(request)  # it may have been released meanwhile
-            found, unpooled = e.found or Comparison(), e.plan
+        request, found, unpooled = await self._find(request, named)
         # 4.
+        if unpooled is None and await self._waited_at_door(request, found):
+            # Another pool may be the best one by now, and others may stand in line for slots.
+            request, found, unpooled = await self._find(request, self._named(request))
+            counts = not (request.takes_a_slot and self._room.comes_back())
+        # 5.
         pool = found.pool if unpooled is None else None
         asked = found.pool.pool_id if found.pool is not None else None
         if pool is not await self._place(request, found, pool, counts=counts):
@@ -107,7 +107,7 @@ class Attacher:
         if pool is None:
             plan = unpooled or AttachPlan(miss_reason="not_resident", asked=asked)
             return replace(plan, tokens=found.tokens) if found.tokens is not None else plan
-        # 5.
+        # 6.
         try:
             held = await self._ensure(pool, request.waits)
         except PolyKVError as e:
@@ -133,6 +133,24 @@ class Attacher:
             seen=found.seen,
             tokens=found.tokens,
         )
+
+    async def _find(
+        self, request: AttachRequest, named: Pool | None
+    ) -> tuple[AttachRequest, Comparison, AttachPlan | None]:
+        """The pool and how far, or the plan of who gets none; and the request, with what was learnt of it."""
+        try:
+            return request, await self._choose(request, named), None
+        except Unpooled as e:
+            if e.plan.miss_reason == "incompatible" and e.found is None:
+                request = replace(request, has_media=True)  # there is more than text in it, and the engine said so
+            if e.plan.miss_reason == "no_pool":
+                self._named(request)  # it may have been released meanwhile
+            return request, e.found or Comparison(), e.plan
+
+    async def _waited_at_door(self, request: AttachRequest, found: Comparison) -> bool:
+        if request.door is None or found.pool is None:
+            return False
+        return await request.door(found.pool, found.prefix_n_tokens * found.n_prompts, found.n_total)
 
     def _cannot_attach(self) -> str | None:
         """Why nothing is known that could be decided by; None when there is no such reason."""

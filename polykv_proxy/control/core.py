@@ -40,6 +40,7 @@ class Control(Assembly):
         try:
             await self.restorer.load()
             await self.watch.start()
+            self.door.start()
             if self.watch.hooks and self.watch.state == "ready":
                 await self.lease.take_at_start()
                 await self._beat()
@@ -50,6 +51,7 @@ class Control(Assembly):
             log.warning("the engine is there but not usable yet: %s", e.message)
 
     async def stop(self) -> None:
+        await self.door.stop()
         await self.feed.stop()
         await self.parking.leave()
         for task in self._working:

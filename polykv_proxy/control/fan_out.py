@@ -225,6 +225,8 @@ class FanOut(Flights):
             return True
         if other.runs:
             may_go = self._slots.serves(other.session.session_id) or not self._slots.serves(prompt.session.session_id)
+        if other.turn.held:
+            return False  # by the gate
             return may_go and other.number < prompt.number
         slot_id, n_held = self._slot_of(other), other.session.held_n_tokens
         if slot_id is not None and n_held is None:  # its last turn did not say

@@ -103,8 +103,10 @@ class Flights:
             flight.waiting.pop(prompt.number, None)
 
     def _has_slot(self, prompt: Prompt) -> bool:
-        """It is with the engine, or on its way there."""
-        return prompt.runs and (prompt.turn.slot_id is not None or self._slots.serves(prompt.session.session_id))
+        """It is with the engine, or on its way there; one that the gate holds may be for long."""
+        if not prompt.runs or prompt.turn.held:
+            return False
+        return prompt.turn.slot_id is not None or self._slots.serves(prompt.session.session_id)
 
     def _slot_of(self, prompt: Prompt) -> SlotId | None:
         """The slot that its turn runs in, or ran in if it still is its session's."""

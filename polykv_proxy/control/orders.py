@@ -1,5 +1,6 @@
 """What control can be asked, as plain values: the routes and the relay build them, control carries them out."""
 
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -7,6 +8,7 @@ from polykv_proxy.control.seen import Seen
 from polykv_proxy.errors import InvariantError
 from polykv_proxy.ids import PoolId, SeqId, SessionId
 from polykv_proxy.sessions import Turn
+from polykv_proxy.tree.pool import Pool
 from polykv_proxy.tree.prefix import Tokens
 
 _KINDS = ("tokens", "own_tokens", "prompt", "messages", "from_session")
@@ -93,6 +95,8 @@ class AttachRequest:
     ``takes_a_slot`` False: it stands in no line of ours for one.
     ``turn``, ``n_bytes``: what the book of sessions calls it, and the length of its body: with them it can wait for
     others that begin alike. ``prompts``: its tokens, when it was rendered for that.
+    ``door(pool, n_shared, n_total)``: lets it into the pool that was found, or has it wait; gives whether it waited.
+    ``n_total``: tokens of its prompts, None = not counted. None: nobody is gated.
     """
 
     path: str
@@ -110,6 +114,7 @@ class AttachRequest:
     n_bytes: int = 0
     prompts: tuple[Tokens, ...] | None = field(default=None, repr=False)
     waits: Waits = field(default_factory=Waits, compare=False, repr=False)
+    door: Callable[[Pool, int, int | None], Awaitable[bool]] | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

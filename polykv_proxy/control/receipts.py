@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from polykv_proxy.control.divergence import Place
+from polykv_proxy.control.visits import Visit
 from polykv_proxy.ids import PoolId, SlotId
 from polykv_proxy.sessions import Turn, Usage
 from polykv_proxy.slots import Displaced
@@ -89,6 +90,8 @@ class RequestRecord:
     displaced: tuple[Displaced, ...] = ()
     divergence: Divergence | None = None
     normalised: tuple[str, ...] = ()
+    visit: Visit | None = None
+    """None: nobody is gated."""
 
     def hold(self, why: str, seconds: float) -> int:
         """Count a wait. Gives it in ms."""
@@ -164,6 +167,7 @@ class RequestLog:
             "miss_reason": told.miss_reason if told is not None else None,
             "divergence": record.divergence.told(with_text=with_text) if record.divergence is not None else None,
             "normalised": list(record.normalised),
+            "admission": record.visit.told() if record.visit is not None else None,
         }
 
     def _ts(self, when_s: float | None) -> float | None:

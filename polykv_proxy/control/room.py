@@ -300,6 +300,13 @@ class Room(Promises):
         staying = self.retention.staying(self.in_use("none" if idle_too else "named"))
         return self._holdings(stats).n_freed(staying) if stats is not None else 0
 
+    def n_available(self) -> int | None:
+        """Cells that a new session could have, with what would be evicted for it. None: there is nothing to count."""
+        stats = self._watch.stats
+        if stats is None or self.n_total is None:
+            return None
+        return max(0, self._n_room(stats) + self.n_evictable(idle_too=True))
+
     def _n_room(self, stats: Stats) -> int:
         """Cells that can be had without evicting anything, after all that was promised."""
         if stats.cells is None:

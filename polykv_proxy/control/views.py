@@ -19,6 +19,7 @@ from polykv_proxy.control.saved_room import SavedRoom
 from polykv_proxy.control.tier import Tier, TierFacts
 from polykv_proxy.control.watch import EngineWatch
 from polykv_proxy.errors import SessionNotFound
+from polykv_proxy.gate.rate import SessionRate
 from polykv_proxy.ids import PoolId, SessionId, SlotId
 from polykv_proxy.sessions import Session, SessionBook
 from polykv_proxy.store import Journal
@@ -47,6 +48,7 @@ class Views:
     """``unix_offset_s``: Unix time minus the clock of all *_s.
 
     ``taken_by``: the other proxy that manages the engine, if there is one; what it holds is not ours to show.
+    ``measured_rate``: set by who has it (``door``).
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Views:
         self._journal, self._unix_offset_s = journal, unix_offset_s
         self._ledger, self._in_use, self._grace_end_s, self._taken_by = ledger, in_use, grace_end_s, taken_by
         self._saved, self._tier, self._plain, self._rates = saved, tier, plain, rates
+        self.measured_rate: Callable[[SessionId], SessionRate | None] = lambda _: None
 
     def pools(self, ref: int | str | None = None) -> dict[str, Any]:
         """The tree, or one subtree.
@@ -184,7 +187,16 @@ class Views:
             "n_decoded": self._n_decoded(session),
             "ttft_ms": session.ttft_ms,
             "state": _state(session, self._plain.slot_of(session), self._n_saved(session)),
+            **self._stalls_of(session),
             **self.context_of(session),
+        }
+
+    def _stalls_of(self, session: Session) -> dict[str, Any]:
+        """Whether somebody's prompt keeps it from decoding; measured where there is an admission policy."""
+        rate = self.measured_rate(session.session_id)
+        return {
+            "stalled": rate.stalled if rate is not None else None,
+            "stall_ms": round(rate.stall_ms) if rate is not None else None,
         }
 
     def context_of(self, session: Session) -> dict[str, int | None]:

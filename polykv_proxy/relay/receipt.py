@@ -21,7 +21,10 @@ def unread_headers(session_id: SessionId | None) -> list[tuple[str, str]]:
 
 @dataclass(slots=True)
 class Receipt:
-    """Filled in while a request goes its way. ``hold_ms``: it waited so long for a slot and for cells."""
+    """Filled in while a request goes its way. ``hold_ms``: it waited so long for a slot, for cells, and at the gate.
+
+    ``sessions_remaining``: how many more could be let in, where the policy warns.
+    """
 
     session_id: SessionId
     pool_id: PoolId | None = None
@@ -29,6 +32,7 @@ class Receipt:
     miss_reason: str | None = None
     ctx_total: int | None = None
     hold_ms: int = 0
+    sessions_remaining: int | None = None
 
     def headers(self, session_tps: float | None) -> list[tuple[str, str]]:
         said = [("x-session-id", header_safe(self.session_id))]
@@ -37,6 +41,8 @@ class Receipt:
         said.append(("x-cached-prefix-tokens", str(self.prefix_n_tokens)))
         if session_tps is not None:
             said.append(("x-session-tps", f"{session_tps:.2f}"))
+        if self.sessions_remaining is not None:
+            said.append(("x-sessions-remaining", str(self.sessions_remaining)))
         return said
 
     def members(self, usage: Usage, session_tps: float | None) -> bytes:
@@ -52,7 +58,7 @@ class Receipt:
             "ctx_used": used,
             "ctx_total": total,
             "ctx_headroom_tokens": max(0, total - used) if total is not None and used is not None else None,
-            "sessions_remaining": None,
+            "sessions_remaining": self.sessions_remaining,
             "hold_ms": self.hold_ms,
         }
         return b'"polykv":' + orjson.dumps(said)

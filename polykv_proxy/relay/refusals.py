@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 
-from polykv_proxy.errors import PolyKVError
+from polykv_proxy.errors import AdmissionRefused, PolyKVError
 from polykv_proxy.relay.dialects import Dialect
 
 SRC = "polykv_proxy"
@@ -51,6 +51,8 @@ def refusal_headers(error: PolyKVError) -> dict[str, str]:
     headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
     if error.retry_after_s is not None:
         headers["Retry-After"] = str(max(1, min(60, math.ceil(error.retry_after_s))))
+    if isinstance(error, AdmissionRefused):
+        headers |= {"retry-after-ms": str(error.retry_after_ms), "x-polykv-reason": error.reason}
     return headers
 
 

@@ -139,6 +139,7 @@ class Relay:
         error = Draining("the proxy is shutting down")
         self.desk.dismiss(error)
         self.control.room.dismiss(error)
+        self.control.door.dismiss(error)
 
     async def close(self) -> None:
         if self._looking is not None:

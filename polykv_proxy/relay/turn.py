@@ -1,7 +1,9 @@
 """One attachable request on its way: session, pool, slot, engine, and back.
 
-    decide who and what   session by name, by agent headers or recognised; pool and cells by control
+    decide who and what   session by name, by agent headers or recognised; pool and cells by control. On the way a new
+                          session may have to wait at its pool's door, or is refused (``gating``)
     wait for a slot       first come first served; the session's own first. Who had to wait is decided anew
+    hold                  a turn that would slow the others below the floor, if the policy says so
     make it ready         what another session left there is saved, what this one said before is loaded
     send                  the rewritten bytes, once
     relay                 every byte when it comes; our object goes into the last one that can carry it
@@ -29,6 +31,7 @@ from polykv_proxy.relay.costs import Costs
 from polykv_proxy.relay.desk import SlotDesk
 from polykv_proxy.relay.dialects import Call, Dialect, conversation_of
 from polykv_proxy.relay.fields import OWN_HEADERS
+from polykv_proxy.relay.gating import Gating
 from polykv_proxy.relay.hints import beginnings_in
 from polykv_proxy.relay.json_bytes import append_to_object
 from polykv_proxy.relay.pump import begin, cut, is_sse, mark_recorded, pump_plain, raw_headers_of, say_if_refused, send
@@ -79,6 +82,8 @@ class TurnRelay:
         self._sent = False
         self._status: int | None = None
         self._family: str | None = None
+        self._gating: Gating | None = None
+        self._grant: Grant | None = None
         self.normalised: tuple[str, ...] = ()
         self._slot_id: SlotId | None = None
         self._pin: Pin | None = None
@@ -97,10 +102,14 @@ class TurnRelay:
         record.turn, record.told, record.usage = self._turn, self._receipt, usage
         record.normalised = self.normalised
         self._control.requests.add(record)
+        if not self._control.policies.is_empty:
+            self._meet_gate()
         try:
             await self._decide(session)
             grant = await self._take_slot(session, said, look_first)
             try:
+                if self._gating is not None:
+                    await self._hold_turn(session, self._gating, grant)
                 await self._make_ready(session, grant)
                 return await self._send(request_id, grant, usage)
             finally:
@@ -121,6 +130,8 @@ class TurnRelay:
                 self._control.plain.end(self._pin, usage.ctx_used)
             if unheard_of and self._status != 200 and self._books.get(session.session_id) is session:
                 self._control.drop_session(session.session_id)  # it was told nothing that it could come back to
+            if self._gating is not None:
+                self._gating.over()
             record.status, record.ended_s = self._status, self._clock()
             self._costs.ended(record.held, usage)
             if self._engine_done_s is not None:
@@ -168,6 +179,7 @@ class TurnRelay:
             takes_a_slot=call.own_slot is None,
             turn=self._turn,
             n_bytes=n_bytes,
+            door=self._gating.at_door if self._gating is not None else None,
         )
         try:
             plan = self._plan = await self._control.decide_attach(request)
@@ -201,31 +213,63 @@ class TurnRelay:
             self._left = self._control.parking.leaving(self._record.displaced)
             return None
         n = call.n_finals if call.n_choices <= n_slots else 1  # more choices than slots: the engine refuses it
-        since_s, in_line = self._clock(), False
+        while True:
+            waited_ms = await self._stand_in_line(session, min(n, n_slots), said, look_first)
+            if waited_ms >= STALE_MS or self._control.room.is_put_off():
+                try:
+                    await self._decide(session)
+                except BaseException:
+                    self._step_back()
+                    raise
+            grant, self._grant = self._grant, None
+            if grant is not None:
+                return grant
+
+    async def _stand_in_line(self, session: Session, n_slots: int, said: Conversation | None, look_first: bool) -> int:
+        """Gives how long it waited, in ms."""
+        since_s, in_line, waited_ms = self._clock(), False, 0
 
         def stand_in_line() -> None:
             nonlocal in_line
             in_line = True
             self._control.room.put_off()
 
-        waited_ms = 0
         try:
             grant = await self._desk.acquire(
-                session.session_id, min(n, n_slots), said, look_first=look_first, on_wait=stand_in_line
+                session.session_id, n_slots, said, look_first=look_first, on_wait=stand_in_line
             )
         finally:
             if in_line or look_first:
                 waited_ms = self._hold("slot", self._clock() - since_s)
+        self._grant, self._slot_id = grant, grant.slots[0]
         self._record.displaced = grant.displaced
-        self._slot_id = grant.slots[0]
         self._left = self._control.parking.leaving(grant.displaced)
-        if waited_ms >= STALE_MS or self._control.room.is_put_off():
-            try:
-                await self._decide(session)
-            except BaseException:
-                self._desk.release(grant)
-                raise
-        return grant
+        return waited_ms
+
+    def _step_back(self) -> None:
+        """It does not go on for now: others may have its slot, and what it would have taken of the cache."""
+        self._control.room.put_off()
+        if self._grant is not None:
+            grant, self._grant, self._slot_id, self._left = self._grant, None, None, []
+            self._desk.release(grant)
+
+    def _meet_gate(self) -> None:
+        self._gating = Gating(
+            self._control,
+            self._call,
+            self._turn,
+            self._receipt,
+            headers=self._request.headers,
+            family=self._family,
+            hold=self._hold,
+            step_back=self._step_back,
+        )
+        self._record.visit = self._gating.visit
+
+    async def _hold_turn(self, session: Session, gating: Gating, grant: Grant | None) -> None:
+        held = await gating.before_it_goes_out(self._plan, own=grant is not None and grant.own)
+        if held and self._plan is not None and self._plan.epoch != self._control.watch.epoch:
+            await self._decide(session)  # the engine was restarted meanwhile
 
     async def _make_ready(self, session: Session, grant: Grant | None) -> None:
         """Nobody's conversation is lost by this request, and its own is back where it goes."""

@@ -332,6 +332,10 @@ class SessionRate(Shape):
     n_decoded: Count | None
     ttft_ms: float | None
     state: SessionState
+    stalled: bool | None
+    """Somebody's prompt keeps it from decoding right now. null: not measured, no admission policy is set."""
+    stall_ms: Count | None
+    """Of this turn so far, in stalls that are over."""
     ctx_used: Count | None
     ctx_total: Count | None
     ctx_headroom_tokens: Count | None
@@ -392,6 +396,27 @@ class RequestDivergence(Shape):
     span: DivergentSpan | None
 
 
+class RequestAdmission(Shape):
+    """How a request came past the gate of its pool."""
+
+    decision: Literal["queued", "admitted", "guaranteed", "overcommitted", "warned", "continuation", "refused"]
+    reason: str | None
+    """Of the verdict, as in ``capacity``; of an advisory policy also why it would have been refused."""
+    scope: int | None
+    """The pool whose policy it was."""
+    waits_for: Literal["admission", "turn"] | None
+    """While it waits: for a place in its pool, or until its turn makes nobody too slow."""
+    place: Count | None
+    """1: it is the next one."""
+    eta_ms: Count | None
+    sessions_remaining: Count | None
+    projected_mean_tps_model: float | None
+    projected_mean_tps_measured: float | None
+    projected_mean_tps_roofline: float | None
+    settled_mean_tps: float | None
+    """What the mean was once it had settled: the projections can be held against it."""
+
+
 class RequestShown(Shape):
     """The receipt of one request."""
 
@@ -429,12 +454,15 @@ class RequestShown(Shape):
     """Sessions that lost their slot by it."""
     hold_ms: Count
     """How long it waited in all, before the engine got it."""
-    held_ms: dict[Literal["slot", "cells", "pool", "shared_prefill", "saved_state"], Count]
-    """What for: a free slot, free cells, a pool that came back, another request's prefill, states saved and loaded."""
+    held_ms: dict[Literal["slot", "cells", "pool", "shared_prefill", "saved_state", "admission", "turn"], Count]
+    """What for: a free slot, free cells, a pool that came back, another request's prefill, states saved and loaded, a
+    place in its pool, others that would have become too slow."""
     miss_reason: str | None
     divergence: RequestDivergence | None
     normalised: list[str]
     """Which lines of it were pinned (``POLYKV_NORMALISE``)."""
+    admission: RequestAdmission | None
+    """null: no policy holds for its pool, or it has none."""
 
 
 class RequestsShown(Shape):

@@ -46,7 +46,7 @@ RECEIPT = {
     "message",
     *("error", "decision", "session_id", "parent_session_id", "pool_id", "prefix_n_tokens", "cached_n_tokens"),
     *("prompt_n", "predicted_n", "slot_id", "displaced", "hold_ms", "held_ms", "miss_reason", "divergence"),
-    "normalised",
+    *("normalised", "admission"),
 }
 SESSION = {
     *("session_id", "pool_id", "slot_id", "state", "tps_ewma", "ctx_used", "ctx_total", "ctx_headroom_tokens"),

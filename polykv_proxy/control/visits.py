@@ -1,0 +1,99 @@
+"""One request at the gate: what it asks for, and for its receipt how it fares.
+
+A visit goes through the door once (its session is let in, waits, or is turned away), and then through the hold of its
+turn, once, just before the engine gets it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from polykv_proxy.gate.outcome import Admitted, Refused
+from polykv_proxy.gate.settle import AdmitRecord, Forecasts
+from polykv_proxy.gate.verdict import CONTINUATION, OVERCOMMIT, Capacity
+from polykv_proxy.ids import PoolId
+from polykv_proxy.sessions import Turn
+
+Fate = Literal["queued", "admitted", "guaranteed", "overcommitted", "warned", "continuation", "refused"]
+Place = Callable[[], tuple[int, float | None]]
+"""Place in line, 1 for the next one, and expected seconds until its turn comes."""
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Visit:
+    """``n_bytes``: of its body. ``tenant``: who it is fair to. ``is_retry``: the client's own, of a refusal.
+
+    ``on_hold``: called when it has to wait at the door, before anything is awaited. ``decision`` None: nothing was
+    asked, since no policy holds for its pool. ``waits_for``, ``place``: while it does.
+    """
+
+    turn: Turn
+    overcommit: bool = False
+    n_bytes: int = 0
+    tenant: str = ""
+    is_retry: bool = False
+    on_hold: Callable[[], None] = lambda: None
+    decision: Fate | None = None
+    reason: str | None = None
+    scope: PoolId | None = None
+    sessions_remaining: int | None = None
+    forecasts: Forecasts = field(default_factory=Forecasts)
+    waits_for: Literal["admission", "turn"] | None = None
+    place: Place | None = None
+    record: AdmitRecord | None = None
+
+    def queued(self, capacity: Capacity, place: Place) -> None:
+        self._rests_on(capacity)
+        self.decision, self.waits_for, self.place = "queued", "admission", place
+
+    def held(self, place: Place) -> None:
+        self.waits_for, self.place = "turn", place
+
+    def goes_on(self) -> None:
+        """It does not wait any longer."""
+        self.waits_for = self.place = None
+
+    def answered(self, decision: Admitted | Refused) -> None:
+        if decision.capacity is not None:
+            self._rests_on(decision.capacity)
+        if isinstance(decision, Refused):
+            self.decision = "refused"
+        else:
+            self.decision, self.sessions_remaining = _fate(decision), decision.sessions_remaining
+
+    def _rests_on(self, capacity: Capacity) -> None:
+        self.reason, self.forecasts = capacity.reason, capacity.forecasts
+
+    def told(self) -> dict[str, Any] | None:
+        """For ``GET /polykv/requests``."""
+        if self.decision is None:
+            return None
+        place, eta_s = self.place() if self.place is not None else (None, None)
+        return {
+            "decision": self.decision,
+            "reason": self.reason,
+            "scope": self.scope,
+            "waits_for": self.waits_for,
+            "place": place,
+            "eta_ms": round(eta_s * 1e3) if eta_s is not None else None,
+            "sessions_remaining": self.sessions_remaining,
+            "projected_mean_tps_model": _rounded(self.forecasts.model),
+            "projected_mean_tps_measured": _rounded(self.forecasts.measured),
+            "projected_mean_tps_roofline": _rounded(self.forecasts.roofline),
+            "settled_mean_tps": _rounded(self.record.mean_tps) if self.record is not None else None,
+        }
+
+
+def _fate(decision: Admitted) -> Fate:
+    capacity = decision.capacity
+    if decision.warned:
+        return "warned"
+    if capacity is None:
+        return "admitted"
+    if capacity.guaranteed:
+        return "guaranteed"
+    return {CONTINUATION: "continuation", OVERCOMMIT: "overcommitted"}.get(capacity.reason, "admitted")  # type: ignore[return-value]
+
+
+def _rounded(value: float | None) -> float | None:
+    return round(value, 3) if value is not None else None
