@@ -5,6 +5,10 @@ system prompt and messages. So a body is filed under its tools and under beginni
 the one before, and only what meets another there is rendered and compared token by token. A prompt that is like
 nobody's costs a few hashes.
 
+Clients that send a ``prompt_cache_key`` say which requests belong together. Those are compared first, also where their
+bodies do not begin alike: another order of tools, or parts instead of one text, may be the same tokens. It is a hint:
+other keys keep nobody apart, and the same key makes nobody share what is not the same.
+
 What was rendered in vain is remembered by the bytes that were alike (``settle``): the hundredth agent with one system
 prompt is not compared again with the other ninety-nine.
 
@@ -12,7 +16,7 @@ Units:  bytes where nothing is said; ``n_tokens`` in tokens
 """
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +36,8 @@ MAX_TEXT = 256 << 10
 
 MAX_ALIKE = 8
 """So many others are looked at: those that share the longest of these beginnings, the last ones first."""
+MAX_FAMILY = MAX_ALIKE // 2
+"""So many of them because they have the same key."""
 
 MAX_SETTLED = 4096
 GRAIN = 256
@@ -52,6 +58,7 @@ class Prompt:
     text: bytes
     tools_hash: int
     n_tools: int
+    family: int | None = None
     keys: tuple[int, ...] = ()
     tokens: Tokens | None = None
 
@@ -72,9 +79,12 @@ class Prompt:
 
 @dataclass(slots=True)
 class PromptBook:
-    """``min_tokens``: beginnings that are shorter are nobody's business."""
+    """``min_tokens``: beginnings that are shorter are nobody's business. ``to_the_byte``: beginnings that end in
+    about the same place are not settled together.
+    """
 
     min_tokens: int
+    to_the_byte: Callable[[], bool] = lambda: False
     _prompts: OrderedDict[int, Prompt] = field(default_factory=OrderedDict)
     _by_beginning: dict[int, dict[int, Prompt]] = field(default_factory=lambda: defaultdict(dict))
     _of_session: dict[SessionId, dict[int, Prompt]] = field(default_factory=lambda: defaultdict(dict))
@@ -102,7 +112,7 @@ class PromptBook:
                 self.leave_out(prompt)
         self._n_entered += 1
         tools_hash = xxhash.xxh3_64_intdigest(tools)
-        prompt = Prompt(self._n_entered, turn, path, body, n_bytes, text, tools_hash, len(tools))
+        prompt = Prompt(self._n_entered, turn, path, body, n_bytes, text, tools_hash, len(tools), _family(body))
         prompt.keys = tuple(self._keys(prompt))
         self._prompts[prompt.number] = prompt
         self._of_session[turn.session.session_id][prompt.number] = prompt
@@ -130,13 +140,14 @@ class PromptBook:
         """Others' that may begin alike, what shares most bytes first. A session's own count only while both run."""
         found: dict[int, Prompt] = {}
         for key in prompt.keys:
+            most = MAX_FAMILY if key == prompt.family else MAX_ALIKE
             for number, other in reversed(self._by_beginning.get(key, {}).items()):
+                if len(found) >= most:
+                    break
                 is_another = other.session is not prompt.session or (other.runs and prompt.runs)
                 if other is not prompt and is_another:
                     found[number] = other
-                    if len(found) == MAX_ALIKE:
-                        return _sorted_by_likeness(prompt, found)
-        return _sorted_by_likeness(prompt, found)
+        return sorted(found.values(), key=lambda other: -alike_bytes(prompt, other))
 
     def leave_out(self, prompt: Prompt) -> None:
         """It is of no use any more."""
@@ -149,19 +160,31 @@ class PromptBook:
 
     # What was compared before ---------------------------------------------------------------------------------------
 
-    def is_settled(self, prompt: Prompt, n_alike: int, version: int) -> bool:
-        """Prompts that begin with these ``n_alike`` bytes were compared, and no pool would have been worth it."""
-        return self._settled.get(_settled_key(prompt, n_alike)) == version
+    def is_settled(self, prompt: Prompt, others: Sequence[Prompt], version: int) -> bool:
+        """Prompts that begin as this one and these ``others`` were compared, and no pool would have been worth it."""
+        return all(self._settled.get(key) == version for key in self._settled_keys(prompt, others))
 
-    def settle(self, prompt: Prompt, n_alike: int, version: int) -> None:
+    def settle(self, prompt: Prompt, others: Sequence[Prompt], version: int) -> None:
         """``version``: of what there was to attach to; when something of it is gone all is open again."""
-        self._settled[_settled_key(prompt, n_alike)] = version
-        self._settled.move_to_end(_settled_key(prompt, n_alike))
-        if len(self._settled) > MAX_SETTLED:
-            self._settled.popitem(last=False)
+        for key in self._settled_keys(prompt, others):
+            self._settled[key] = version
+            self._settled.move_to_end(key)
+            if len(self._settled) > MAX_SETTLED:
+                self._settled.popitem(last=False)
+
+    def _settled_keys(self, prompt: Prompt, others: Sequence[Prompt]) -> list[tuple[int, int]]:
+        """For the bytes that all who begin so share; and for the family, of which some may begin with other bytes."""
+        keys, n_alike = [], [alike_bytes(prompt, other) for other in others]
+        if (most := max(n_alike, default=0)) >= self.min_bytes:
+            n_text = max(0, most - prompt.n_tools)
+            grain = 1 if self.to_the_byte() else GRAIN
+            keys.append((prompt.tools_hash, xxhash.xxh3_64_intdigest(prompt.text[: n_text // grain * grain])))
+        if prompt.family is not None and min(n_alike, default=0) < self.min_bytes:
+            keys.append((prompt.family, xxhash.xxh3_64_intdigest(prompt.text[: self.min_bytes])))
+        return keys
 
     def _keys(self, prompt: Prompt) -> list[int]:
-        """The longest beginning first."""
+        """The family, then the longest beginning first."""
         keys, n = [], self.min_bytes
         hasher, n_hashed = xxhash.xxh3_64(), 0
         while n <= len(prompt.text):
@@ -170,6 +193,8 @@ class PromptBook:
             n_hashed, n = n, n * 2
         if prompt.n_tools >= self.min_bytes:
             keys.insert(0, prompt.tools_hash)
+        if prompt.family is not None:
+            keys.append(prompt.family)
         return keys[::-1]
 
 
@@ -179,13 +204,11 @@ def alike_bytes(one: Prompt, other: Prompt) -> int:
     return n_tools + _common(one.text, other.text)
 
 
-def _sorted_by_likeness(prompt: Prompt, others: Mapping[int, Prompt]) -> list[Prompt]:
-    return sorted(others.values(), key=lambda other: -alike_bytes(prompt, other))
-
-
-def _settled_key(prompt: Prompt, n_alike: int) -> tuple[int, int]:
-    n_text = max(0, n_alike - prompt.n_tools) // GRAIN * GRAIN
-    return prompt.tools_hash, xxhash.xxh3_64_intdigest(prompt.text[:n_text])
+def _family(body: Mapping[str, Any]) -> int | None:
+    key = body.get("prompt_cache_key")
+    if not isinstance(key, str) or not key:
+        return None
+    return xxhash.xxh3_64_intdigest(f"key {key}".encode("utf-8", "surrogatepass"))
 
 
 def _beginning(path: str, body: Mapping[str, Any]) -> tuple[bytes, bytes]:

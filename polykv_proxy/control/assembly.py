@@ -232,7 +232,6 @@ class Assembly(ABC):
             clock=clock,
         )
         self.fan_out = FanOut(
-            tree=self.tree,
             sessions=self.sessions,
             slots=self.slots,
             watch=self.watch,

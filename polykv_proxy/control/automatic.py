@@ -14,7 +14,7 @@ from typing import Any
 
 from polykv_proxy.control.endings import say_how_it_ended
 from polykv_proxy.control.pools import PoolWork
-from polykv_proxy.errors import JournalFailed, PoolHasChildren, PoolInUse, PrefixMismatch
+from polykv_proxy.errors import JournalFailed, PoolHasChildren, PoolInUse, PrefixMismatch, SeqIdsExhausted
 from polykv_proxy.ids import PoolId, SeqId, SlotId
 from polykv_proxy.tree.pool import Pool, PoolPlan
 from polykv_proxy.tree.prefix import Tokens, format_hash, hash_tokens, lcp_tokens
@@ -42,10 +42,15 @@ class AutomaticPools(PoolWork):
     async def of_beginning(self, slot_id: SlotId, tokens: Tokens) -> Pool:
         """Make a pool of the first cells of a slot, also while the slot prefills or decodes what comes after them.
 
+        A memory that cannot be cut there is prefilled from the last state before that point.
+
         Raises:  SessionNotResident (409) when the slot has fewer, PrefixMismatch (409) when it holds other tokens,
                  SeqIdsExhausted (503), UpstreamError and its heirs
         """
         await self._require_sharing()
+        stats = self._watch.stats
+        if stats is not None and stats.recurrent:
+            return await self._behind_slot(slot_id, tokens) if stats.kv_unified else await self.prefilled(tokens)
         made = await self._residency.snapshot(slot_id, "auto", n_tokens=len(tokens))
         if made.tokens_hash != format_hash(hash_tokens(tokens)):
             await self._residency.give_back(SeqId(made.seq))
@@ -60,20 +65,43 @@ class AutomaticPools(PoolWork):
         plan = await self._plan_or_give_back(made, lambda: self._plan(tokens))
         return await self._commit_auto(plan, made)
 
-    async def prefilled(self, tokens: Tokens) -> bool:
-        """Have the engine prefill a beginning as a pool, for models whose slots cannot be shared in their middle.
+    async def _behind_slot(self, slot_id: SlotId, tokens: Tokens) -> Pool:
+        """The same for a memory that cannot be cut: prefilled behind a state that there is.
+
+        That is the end of the pool above, when it is half of the way or more. Else the last one that the engine kept
+        in the slot: how far that is from the end nobody tells, mostly less than a batch.
+        """
+        above = self._above(tokens)
+        if above is not None and 2 * above.prefix_len >= len(tokens):
+            return await self.prefilled(tokens)
+        plan = self._plan(tokens)
+        try:
+            with self._dropped_on_failure(plan):
+                made = await self._residency.materialize_from_slot(slot_id, tokens, plan.pool_id)
+        except SeqIdsExhausted:
+            return await self.prefilled(tokens)  # that takes one sequence, not two
+        return await self._commit_auto(plan, made)
+
+    async def prefilled(self, tokens: Tokens) -> Pool:
+        """Have the engine prefill a beginning as a pool, for what no slot can be shared for.
 
         Raises:  as ``create``
         """
         await self._require_sharing()
-        if self._same(tokens) is not None:
-            return True
+        known = self._same(tokens)
+        if known is not None:
+            return known
         plan = self._plan(tokens)
         parent = self._tree.find(plan.parent)
         with self._dropped_on_failure(plan):
             made, shared = await self._residency.materialize(tokens, parent, plan.branch_pos, plan.pool_id)
-        await self._commit_auto(plan, made, made.branch_pos if shared else None)
-        return True
+        return await self._commit_auto(plan, made, made.branch_pos if shared else None)
+
+    def _above(self, tokens: Tokens) -> Pool | None:
+        """The longest pool that these tokens begin with, if it is in the cache."""
+        match = self._tree.match_whole(tokens)
+        above = self._tree.find(match.pool_id) if match is not None else None
+        return above if above is not None and self._residency.held(above) is not None else None
 
     def _same(self, tokens: Tokens) -> Pool | None:
         match = self._tree.match(tokens)
@@ -82,11 +110,9 @@ class AutomaticPools(PoolWork):
         return self._tree.find(match.pool_id)
 
     def _plan(self, tokens: Tokens) -> PoolPlan:
-        """Below the pool that these tokens begin with, else a root."""
-        match = self._tree.match(tokens)
-        if match is not None and match.whole:
-            return self._tree.plan_fork(match.pool_id, tokens)
-        return self._tree.plan_root(tokens)
+        """Below the longest pool that these tokens begin with, else a root."""
+        above = self._tree.match_whole(tokens)
+        return self._tree.plan_fork(above.pool_id, tokens) if above is not None else self._tree.plan_root(tokens)
 
     async def _commit_auto(self, plan: PoolPlan, made: Materialized, branch_pos: int | None = None) -> Pool:
         if branch_pos is not None:

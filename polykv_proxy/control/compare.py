@@ -13,7 +13,7 @@ from polykv_proxy.control.watch import EngineWatch
 from polykv_proxy.errors import PolyKVError, PromptTooLarge
 from polykv_proxy.ids import PoolId
 from polykv_proxy.sessions import SessionBook
-from polykv_proxy.tree.pool import Pool
+from polykv_proxy.tree.pool import Match, Pool
 from polykv_proxy.tree.prefix import Tokens
 from polykv_proxy.tree.tree import PoolTree
 from polykv_proxy.upstream import EngineClient
@@ -145,6 +145,8 @@ class Comparer:
                 return of_session, n_prefix
             if n_prefix >= (1 if at_least is not None else MIN_AUTO_TOKENS):
                 best = (of_session, n_prefix)
+            if not self.can_cut and at_least is None and self.sure_match(prompts[0]) is not None:
+                best = (None, 0)
         pool = self._deepest(prompts[0], raw=at_least is not None)
         if pool is not None:
             n_prefix = self._lcp(pool, prompts)
@@ -158,7 +160,7 @@ class Comparer:
         A template's next few tokens (``<|im_start|>user``) are common to all children of a pool. A prompt that leaves
         a child right after them belongs to the pool above, which it contains entirely.
         """
-        match = self._tree.match(tokens)
+        match = (self.sure_match(tokens) if not raw else None) or self._tree.match(tokens)
         if match is None:
             return None
         pool = self._tree.get(match.pool_id)
@@ -168,6 +170,19 @@ class Comparer:
             if above.prefix_len <= match.prefix_n_tokens:
                 return above if match.prefix_n_tokens - above.prefix_len < MIN_AUTO_TOKENS else pool
         return pool if match.prefix_n_tokens >= MIN_AUTO_TOKENS else None
+
+    def sure_match(self, tokens: Tokens) -> Match | None:
+        """The pool that a prompt is sure to have most of.
+
+        A recurrent state has one end, so of its pools those count that the prompt contains entirely. One that it leaves
+        midway may have kept a state on the way there; that is for the engine to find out.
+        """
+        return self._tree.match(tokens) if self.can_cut else self._tree.match_whole(tokens)
+
+    @property
+    def can_cut(self) -> bool:
+        """Whether a pool can be shared up to any of its tokens."""
+        return self._watch.stats is None or not self._watch.stats.recurrent
 
     def _lcp(self, pool: Pool, prompts: list[Tokens]) -> int:
         return min(self._tree.lcp(pool.pool_id, tokens) for tokens in prompts)

@@ -12,8 +12,11 @@ The pool is cut at the exact token where those who are known by then part. Who w
 or none is to be had: nobody ever waits for more than somebody else's prefill of his own tokens.
 
 When a leader is gone before its slot held all of it, the first who waits is the next one, and is given that slot with
-what was prefilled in it. A model with one state instead of cells cannot share a slot's beginning: there
-the beginning is prefilled once more, as a pool, and all but the first attach to it.
+what was prefilled in it.
+
+A memory that is one state instead of cells (recurrent and hybrid models) cannot be cut where a beginning ends. The
+engine keeps such states on the way through a prompt, so the pool is prefilled from the last one before its end on:
+mostly less than a batch, at worst once more the whole beginning, however many wait.
 """
 
 import asyncio
@@ -22,7 +25,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from polykv_proxy.control.alike import Prompt, PromptBook, alike_bytes
+from polykv_proxy.control.alike import Prompt, PromptBook
 from polykv_proxy.control.automatic import AutomaticPools
 from polykv_proxy.control.compare import MIN_GAIN_TOKENS, Comparer, Unpooled
 from polykv_proxy.control.flights import Flight, Flights, known
@@ -31,8 +34,8 @@ from polykv_proxy.control.slot_states import slot_in
 from polykv_proxy.control.watch import EngineWatch
 from polykv_proxy.sessions import SessionBook, Turn
 from polykv_proxy.slots import SlotBook
+from polykv_proxy.tree.pool import Match
 from polykv_proxy.tree.prefix import Tokens, lcp_tokens
-from polykv_proxy.tree.tree import PoolTree
 
 log = logging.getLogger("polykv.fan_out")
 
@@ -50,7 +53,6 @@ class FanOut(Flights):
     def __init__(
         self,
         *,
-        tree: PoolTree,
         sessions: SessionBook,
         slots: SlotBook,
         watch: EngineWatch,
@@ -61,10 +63,11 @@ class FanOut(Flights):
         min_tokens: int,
     ):
         super().__init__(sessions=sessions, slots=slots, watch=watch, pools=pools, min_tokens=min_tokens)
-        self._tree, self._comparer, self._may_change, self._clock = tree, comparer, may_change, clock
+        self._comparer, self._may_change, self._clock = comparer, may_change, clock
         self.tokens_per_byte: float | None = None
         """The most that a body had until now; None before the first."""
-        self._prompts = PromptBook(max(1, min_tokens))
+        # A pool that ends a few tokens later is as good, but not where there is one state, at its end.
+        self._prompts = PromptBook(max(1, min_tokens), lambda: not comparer.can_cut)
 
     def concerns(self, n_bytes: int) -> bool:
         """A body of this size may begin with something worth sharing, as far as its bytes can have so many tokens."""
@@ -88,7 +91,7 @@ class FanOut(Flights):
         others = self._prompts.alike(prompt) if prompt is not None else []
         if prompt is None or not others:
             return False
-        return not self._prompts.is_settled(prompt, alike_bytes(prompt, others[0]), self._comparer.version)
+        return not self._prompts.is_settled(prompt, others, self._comparer.version)
 
     async def join(self, request: AttachRequest) -> AttachRequest:
         """Wait until what this request shares with others is a pool, if it will be one. Never fails.
@@ -106,9 +109,7 @@ class FanOut(Flights):
             return await self._join(prompt, request)
         except Unpooled:
             # It cannot be rendered (``attach`` says why), and that goes for all that begin so.
-            others = self._prompts.alike(prompt)
-            if others:
-                self._prompts.settle(prompt, alike_bytes(prompt, others[0]), self._comparer.version)
+            self._prompts.settle(prompt, self._prompts.alike(prompt), self._comparer.version)
             self._prompts.leave_out(prompt)
             return request
 
@@ -125,9 +126,8 @@ class FanOut(Flights):
     async def _join(self, prompt: Prompt, request: AttachRequest) -> AttachRequest:
         for _ in range(MAX_ROUNDS):
             others = self._prompts.alike(prompt)
-            n_alike = alike_bytes(prompt, others[0]) if others else 0
             version = self._comparer.version
-            if not others or self._prompts.is_settled(prompt, n_alike, version):
+            if not others or self._prompts.is_settled(prompt, others, version):
                 return request
             if prompt.tokens is None:
                 rendered = await self._comparer.render(request)
@@ -137,7 +137,7 @@ class FanOut(Flights):
                 request = replace(request, prompts=tuple(rendered))
             flight, n_common = await self._choose(prompt, others)
             if flight is None:
-                self._prompts.settle(prompt, n_alike, version)
+                self._prompts.settle(prompt, others, version)
                 return request
             if flight.leader is prompt or self._has_its_own(prompt):
                 return request
@@ -160,7 +160,7 @@ class FanOut(Flights):
         for other in self._with_leaders(others, prompt):
             if other.tokens is not None or await self._render(other):
                 shared.append((lcp_tokens(tokens, known(other)), other))
-        match = self._tree.match(tokens)
+        match = self.sure_match(tokens)
         n_pooled = match.prefix_n_tokens if match is not None else 0
         most = max((n for n, _ in shared), default=0)
         leading = [(n, other) for n, other in shared if n > most - MIN_GAIN_TOKENS and self._may_lead(other, prompt, n)]
@@ -177,6 +177,10 @@ class FanOut(Flights):
         if flight is None:
             flight = self._begin(leader, n_common)
         return flight, n_common
+
+    def sure_match(self, tokens: Tokens) -> Match | None:
+        """As ``Comparer``."""
+        return self._comparer.sure_match(tokens)
 
     def follows(self, turn: Turn) -> bool:
         """Whether it is known how this request begins, so that it can be shared."""
@@ -221,12 +225,12 @@ class FanOut(Flights):
         """It holds the cells, or will do so before this one: of two that wait for a slot the later one follows, unless
         it was granted one sooner, which the other may be in line for.
         """
+        if other.turn.held:
+            return False  # by the gate
         if other.turn.slot_id is not None and other.runs:
             return True
         if other.runs:
             may_go = self._slots.serves(other.session.session_id) or not self._slots.serves(prompt.session.session_id)
-        if other.turn.held:
-            return False  # by the gate
             return may_go and other.number < prompt.number
         slot_id, n_held = self._slot_of(other), other.session.held_n_tokens
         if slot_id is not None and n_held is None:  # its last turn did not say

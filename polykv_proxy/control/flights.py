@@ -28,7 +28,7 @@ GRANT_S, STEP_S = 1.0, 0.1
 """So long a leader without a slot is waited for, and an engine that does not share cells that are there."""
 
 MAX_MISSES = 25
-"""So often a slot may turn out to hold something else, before those who wait go on without."""
+"""So often a slot may turn out to hold something else, before the pool is made without it."""
 
 
 @dataclass(slots=True)
@@ -40,7 +40,10 @@ class _Waiter:
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """``wished``: where pools are wanted besides those for who waits. ``slot_id``: where the leader was seen last."""
+    """``wished``: where pools are wanted besides those for who waits. ``slot_id``: where the leader was seen last.
+
+    ``refused``: the slot has so many tokens, but the engine did not share them. ``prefills``: the pool is being made.
+    """
 
     leader: Prompt
     tokens: Tokens
@@ -48,6 +51,8 @@ class Flight:
     waiting: dict[int, _Waiter] = field(default_factory=dict)
     slot_id: SlotId | None = None
     n_misses: int = 0
+    refused: bool = False
+    prefills: bool = False
     task: "asyncio.Task[None] | None" = None
     made: bool = False
 
@@ -87,7 +92,8 @@ class Flights:
         return flight
 
     async def _wait(self, flight: Flight, prompt: Prompt, n_common: int) -> bool:
-        """Wait for a flight, as long as its leader has a slot. False: there is nothing to wait for, at least for now.
+        """Wait for a flight, as long as its leader has a slot or its pool is made. False: there is nothing to wait for,
+        at least for now.
 
         A leader that is in line itself is not waited for: who does would stand in line twice.
         """
@@ -97,7 +103,8 @@ class Flights:
         try:
             while not told.done() and patience_s > 0:
                 await asyncio.wait([told], timeout=STEP_S)
-                patience_s = GRANT_S if self._has_slot(flight.leader) else patience_s - STEP_S
+                busy = flight.prefills or self._has_slot(flight.leader)
+                patience_s = GRANT_S if busy else patience_s - STEP_S
             return told.done() and told.result()
         finally:
             flight.waiting.pop(prompt.number, None)
@@ -143,10 +150,7 @@ class Flights:
 
     async def _make(self, flight: Flight) -> bool:
         """Follow the leader until there is a pool. Gives whether there is. Raises UpstreamError and its heirs."""
-        stats = self._watch.stats
-        if stats is not None and stats.recurrent:
-            return await self._pools.prefilled(flight.tokens[: flight.n_wanted])
-        while True:
+        while flight.n_misses < MAX_MISSES:
             slot = await self._look(flight)
             if slot is not None and self._holds_enough(flight, slot):
                 if await self._share(flight, SlotId(slot.id)):
@@ -156,6 +160,12 @@ class Flights:
             elif not flight.leader.runs and (slot is None or slot.idle) and not self._hand_over(flight, slot):
                 return False
             await asyncio.sleep(LOOK_S)
+        if not flight.refused or not flight.waiting:
+            return False
+        # A sliding window's cells are others' soon after. Who waits would else prefill as much, each for himself.
+        flight.prefills = True
+        await self._pools.prefilled(flight.tokens[: flight.n_wanted])
+        return True
 
     async def _look(self, flight: Flight) -> SlotStats | None:
         """The leader's slot as it is now; None while it has none."""
@@ -176,21 +186,21 @@ class Flights:
         return slot.idle
 
     async def _share(self, flight: Flight, slot_id: SlotId) -> bool:
+        flight.prefills = True
         try:
             await self._pools.of_beginning(slot_id, flight.tokens[: flight.n_wanted])
         except (SessionNotResident, PrefixMismatch) as e:
+            flight.prefills = False
             self._miss(flight, f"slot {slot_id} cannot be shared yet: {e.message}")
+            flight.refused = isinstance(e, SessionNotResident)
             if not flight.leader.runs:
                 flight.slot_id = None  # another one's by now
             return False
         return True
 
     def _miss(self, flight: Flight, why: str) -> None:
-        """Raises:  SessionNotResident (409) after too many of them"""
         log.debug("%s", why)
         flight.n_misses += 1
-        if flight.n_misses >= MAX_MISSES:
-            raise SessionNotResident(why)
 
     def _hand_over(self, flight: Flight, slot: SlotStats | None) -> bool:
         """The leader is gone too early: the first who waits leads on, in the same slot if it can be had."""

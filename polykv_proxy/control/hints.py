@@ -140,7 +140,7 @@ class Hints:
         """The pool that has about as much; ``NOTHING``: it is too short for one."""
         if n_tokens < self._fan_out.min_tokens or n_tokens >= len(tokens):
             return NOTHING
-        match = self._tree.match(tokens[:n_tokens])
+        match = self._fan_out.sure_match(tokens[:n_tokens])
         return match.pool_id if match is not None and n_tokens - match.prefix_n_tokens < MIN_GAIN_TOKENS else None
 
     async def _make(self, key: int, turn: Turn, tokens: Tokens, n_tokens: int) -> None:

@@ -12,6 +12,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from polykv_proxy.control.ledger import Ledger
 from polykv_proxy.control.room import Room
@@ -24,11 +25,12 @@ from polykv_proxy.errors import (
     PrefixMismatch,
     SeqIdsExhausted,
     SequenceGone,
+    SessionNotResident,
     UpstreamRestarted,
 )
 from polykv_proxy.ids import PoolId, SeqId, SlotId
 from polykv_proxy.tree.pool import Pool, Residency
-from polykv_proxy.tree.prefix import Tokens
+from polykv_proxy.tree.prefix import Tokens, lcp_tokens, make_tokens
 from polykv_proxy.tree.tree import PoolTree
 from polykv_proxy.upstream import EngineClient, Materialized
 
@@ -36,6 +38,13 @@ log = logging.getLogger("polykv.residency")
 
 MIN_MORE_TOKENS = 16
 """Fewer tokens beyond the parent's range are not worth looking for somebody who holds them."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Borrowed:
+    """A sequence that no pool has, for as long as another one is made of it."""
+
+    seq_id: SeqId | None
 
 
 class PoolMaker(EngineSequences, ABC):
@@ -109,11 +118,63 @@ class PoolMaker(EngineSequences, ABC):
             self._tags.discard(tag)
             self._n_changes += 1
 
+    async def materialize_from_slot(self, id_slot: SlotId, tokens: Tokens, pool_id: PoolId) -> Materialized:
+        """Have the engine prefill a pool behind a slot that begins so, for a memory that cannot be cut where it ends.
+
+        The slot's whole state is shared meanwhile, and with it those that the engine kept on the way there. It goes on
+        from the last one before the pool's end, so only what comes after that is prefilled: all, if there is none.
+
+        The caller must adopt the sequence or give it back in the same step.
+
+        Raises:  SessionNotResident, PrefixMismatch (409) when the slot begins otherwise, and as ``materialize``
+        """
+        tag = f"pool-{pool_id}.{next(self._numbers)}"
+        self._tags.add(tag)
+        try:
+            async with self._service:
+                whole = await self.snapshot(id_slot, "beginning")
+                borrowed = _Borrowed(SeqId(whole.seq))
+                self.claim([SeqId(whole.seq)])
+                made = None
+                try:
+                    n_equal = lcp_tokens(make_tokens(list(whole.tokens or ())), tokens)
+                    if n_equal < len(tokens):
+                        raise PrefixMismatch(f"slot {id_slot} holds other tokens", divergence_pos=n_equal)
+                    # The last token is left to the engine, which computes one at least.
+                    made = await self._order_with_room(
+                        tokens, borrowed, len(tokens) - 1, tag, pool_id, n_cells=len(tokens)
+                    )
+                finally:
+                    returned = self._return_later([SeqId(whole.seq)])
+                    if made is None:
+                        await asyncio.wait([returned])  # whoever tries another way has that sequence for it
+            if made is None:
+                raise SessionNotResident(f"the engine lost what slot {id_slot} held")
+            return made
+        except BaseException:
+            self.unsure = True
+            raise
+        finally:
+            self._room.settled()
+            self._tags.discard(tag)
+            self._n_changes += 1
+
     async def _order_with_room(
-        self, tokens: Tokens, source: Pool | None, n_shared: int, tag: str, pool_id: PoolId
+        self,
+        tokens: Tokens,
+        source: Pool | _Borrowed | None,
+        n_shared: int,
+        tag: str,
+        pool_id: PoolId,
+        *,
+        n_cells: int | None = None,
     ) -> Materialized | None:
-        """Make room and order, again while that helps. None: the cells to share were not there any more."""
-        n_cells = len(tokens) - (n_shared if source is not None else 0)
+        """Make room and order, again while that helps. None: the cells to share were not there any more.
+
+        ``n_cells``: to make room for, when it is not certain that ``n_shared`` can be shared.
+        """
+        if n_cells is None:
+            n_cells = len(tokens) - (n_shared if source is not None else 0)
         comes_back = pool_id in self._tree
         for n_more_tries in reversed(range(3)):
             await self._make_way(n_cells, for_request=comes_back)
@@ -292,10 +353,14 @@ class PoolMaker(EngineSequences, ABC):
         self.claim(seq_ids)
         for pool in pools:
             self._tree.set_residency(pool.pool_id, self.residency_without(pool))
+        return await asyncio.shield(self._return_later(seq_ids))
+
+    def _return_later(self, seq_ids: Sequence[SeqId]) -> "asyncio.Task[int | None]":
+        """Free what was claimed, also when the caller leaves."""
         task = asyncio.create_task(self.give_back_claimed(seq_ids), name="polykv-evict")
         self._evictions.add(task)
         task.add_done_callback(self._evictions.discard)
-        return await asyncio.shield(task)
+        return task
 
     async def _free(self, seq_id: SeqId) -> int | None:
         if seq_id in self._giving:

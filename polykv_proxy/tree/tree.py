@@ -311,6 +311,15 @@ class PoolTree:
         found = self._index.longest(tokens.tobytes())
         return None if found is None else Match(found.pool_id, found.n_tokens, found.whole)
 
+    def match_whole(self, tokens: Tokens) -> Match | None:
+        """Find the longest pool that a prompt contains entirely. None when there is none."""
+        found = self._index.longest(tokens.tobytes())
+        for pool_id in self._index.beginnings(found.pool_id) if found is not None else ():
+            n_tokens = self._pools[pool_id].prefix_len
+            if found is not None and n_tokens <= found.n_tokens:
+                return Match(pool_id, n_tokens, whole=True)
+        return None
+
     def holder(self, pool_id: PoolId, n_tokens: int | None = None) -> Pool | None:
         """Give a resident pool whose sequence holds the first ``n_tokens`` tokens of this one (default: all).
 

@@ -134,11 +134,74 @@ def test_what_was_compared_in_vain_is_settled_for_all_that_begin_so() -> None:
     one, two = book.enter("one", chat("A", system=SYSTEM)), book.enter("two", chat("B", system=SYSTEM))
     assert one is not None
     assert two is not None
-    n_alike = alike_bytes(one, two)
-    assert not book.prompts.is_settled(two, n_alike, 1)
-    book.prompts.settle(two, n_alike, 1)
-    assert book.prompts.is_settled(one, n_alike, 1)
-    assert not book.prompts.is_settled(one, n_alike, 2), "another tree, another answer"
-    longer = book.enter("three", chat("A" * 1000, system=SYSTEM))
+    assert not book.prompts.is_settled(two, [one], 1)
+    book.prompts.settle(two, [one], 1)
+    assert book.prompts.is_settled(one, [two], 1)
+    assert not book.prompts.is_settled(one, [two], 2), "another tree, another answer"
+    longer, other = (book.enter(name, chat("A" * 1000 + name, system=SYSTEM)) for name in ("three", "four"))
     assert longer is not None
-    assert not book.prompts.is_settled(longer, n_alike + 600, 1), "so much more may be worth a pool"
+    assert other is not None
+    assert not book.prompts.is_settled(longer, [other, one], 1), "so much more may be worth a pool"
+
+
+def test_where_every_token_counts_it_is_settled_to_the_byte() -> None:
+    book = Book()
+    book.prompts.to_the_byte = lambda: True
+    one, two, three = (book.enter(name, chat(text)) for name, text in (("1", "Task 1"), ("2", "Task 2"), ("3", "Go")))
+    assert one is not None
+    assert two is not None
+    assert three is not None
+    book.prompts.settle(two, [one], 1)
+    assert not book.prompts.is_settled(three, [two, one], 1)
+    book.prompts.to_the_byte = lambda: False
+    book.prompts.settle(two, [one], 1)
+    assert book.prompts.is_settled(three, [two, one], 1)
+
+
+# Families ------------------------------------------------------------------------------------------------------------
+
+
+def in_parts(text: str, **fields: Any) -> dict[str, Any]:
+    """The same prompt as ``chat``, written otherwise."""
+    body = chat(text, **fields)
+    for message in body["messages"]:
+        message["content"] = [{"type": "text", "text": message["content"]}]
+    return body
+
+
+def test_a_family_is_compared_whatever_its_bodies_begin_with() -> None:
+    book = Book()
+    one = book.enter("one", chat("Find it", prompt_cache_key="agents"))
+    two = book.enter("two", in_parts("Write it", prompt_cache_key="agents"))
+    assert one is not None
+    assert two is not None
+    assert alike_bytes(one, two) < book.prompts.min_bytes
+    assert (book.alike(one), book.alike(two)) == (["two"], ["one"])
+    assert book.alike(book.enter("three", in_parts("Go", prompt_cache_key="others"))) == ["two"], "they begin alike"
+    assert book.alike(book.enter("four", chat("Go", system=SYSTEM[::-1]))) == []
+    assert book.alike(book.enter("five", chat("Go", system=SYSTEM[::-1], prompt_cache_key=""))) == ["four"], "no key"
+
+
+def test_a_large_family_leaves_room_for_those_who_begin_alike() -> None:
+    book = Book()
+    for i in range(20):
+        book.enter(f"member {i}", chat("Go", system=f"{i} " * 300, prompt_cache_key="agents"))
+    book.enter("stranger", chat("Find it"))
+    last = book.enter("last", chat("Write it", prompt_cache_key="agents"))
+    assert book.alike(last) == ["stranger", *(f"member {i}" for i in reversed(range(16, 20)))]
+
+
+def test_a_family_is_settled_for_those_of_it_who_begin_so() -> None:
+    book = Book()
+    one = book.enter("one", chat("Go", system="1 " * 300, prompt_cache_key="agents"))
+    two = book.enter("two", chat("Go", system="2 " * 300, prompt_cache_key="agents"))
+    assert one is not None
+    assert two is not None
+    book.prompts.settle(two, [one], 1)
+    same = book.enter("same", chat("Run", system="2 " * 300, prompt_cache_key="agents"))
+    other = book.enter("other", chat("Run", system="3 " * 300, prompt_cache_key="agents"))
+    assert same is not None
+    assert other is not None
+    assert book.prompts.is_settled(same, [one], 1)
+    assert not book.prompts.is_settled(other, [one], 1)
+    assert not book.prompts.is_settled(same, [two, one], 1), "with one that begins so it was not compared"

@@ -25,19 +25,30 @@ def lcp(a: list[int], b: list[int]) -> int:
     return n
 
 
+KEPT_BEFORE_END = (64, 4)
+
+
 @dataclass
 class Sequence:
     tokens: list[int] = field(default_factory=list)
     cells: list[int] = field(default_factory=list)
+    kept: set[int] = field(default_factory=set)
+    """After so many tokens its state was kept, for a memory that cannot be cut elsewhere."""
 
     def cut(self, n: int) -> None:
         del self.tokens[n:]
         del self.cells[n:]
+        self.kept = {at for at in self.kept if at <= n}
 
     def share_from(self, other: "Sequence", n: int) -> None:
         """Become ``other[0, n)`` without new cells."""
         self.tokens = other.tokens[:n]
         self.cells = other.cells[:n]
+        self.kept = {at for at in other.kept if at <= n}
+
+    def keep_before(self, end: int) -> None:
+        """As llama-server does on the way through a prompt that ends there."""
+        self.kept |= {end - n for n in KEPT_BEFORE_END if 0 < end - n < len(self.tokens)}
 
 
 @dataclass

@@ -110,7 +110,7 @@ class Hooks:
             },
             "kv_unified": True,
             "swa": {"n_swa": 0, "full": True},
-            "recurrent": False,
+            "recurrent": e.recurrent,
             "share": e.share,
             "kv_bytes_per_token": 1024,
             "n_slots": e.n_slots,
@@ -252,6 +252,8 @@ class Hooks:
         slot = self.engine.slots[id_slot]
         if n > len(slot.tokens) or not slot.tokens:
             raise HookError(409, f"slot {id_slot} has {len(slot.tokens)} tokens")
+        if self.engine.recurrent and 0 <= n < len(slot.tokens):
+            raise HookError(501, f"the state of this model cannot be cut at {n} tokens")
         pool = self.target(int(asked.get("seq", -1)))
         pool.share_from(slot, len(slot.tokens) if n < 0 else n)
         self.ready(pool, asked, -1, 0)
@@ -280,7 +282,7 @@ class Hooks:
                 shared = common if shared < 0 else shared
                 if shared > common:
                     raise HookError(409, f"tokens differ from the parent at {common}", divergence_pos=common)
-                source = parent
+                source, shared = parent, self.engine.n_usable(parent, min(shared, len(tokens) - 1))
             pool = self.target(int(asked.get("seq", -1)))
             need, free = len(tokens) - shared, self.engine.cache.available()
             if need > free:
@@ -293,6 +295,7 @@ class Hooks:
                     await asyncio.sleep(self.engine.prefill_s * len(batch))
                     self.engine.cache.take(pool, batch)
                     self.n_service = len(pool.tokens)
+                pool.keep_before(len(tokens))
             except OutOfCells as e:
                 self._clear(pool)
                 raise HookError(507, str(e), need=e.need, free=e.free) from e

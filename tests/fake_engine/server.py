@@ -36,6 +36,7 @@ class FakeEngine:
     ``slots_shown``   False: started with --no-slots, and ``/slots`` is a 501
     ``empties_idle``  slots at rest are emptied when a request begins (llama-server's --cache-idle-slots, unified)
     ``router``        as in router mode: no slots of its own
+    ``recurrent``     a sequence is one state: it goes on from its end, or from where its state was kept
     ``saved``         what is kept outside the cache; no budget for it unless a test gives one
     """
 
@@ -52,10 +53,11 @@ class FakeEngine:
         fingerprint: str = "toy-model",
         save_ram: int = 0,
         save_disk: int = 0,
+        recurrent: bool = False,
     ):
         self.with_hooks, self.n_slots, self.max_pools, self.n_cells = hooks, n_slots, max_pools, n_cells
         self.n_ctx_slot = n_ctx_slot or n_cells
-        self.share, self.api_key, self.fingerprint = share, api_key, fingerprint
+        self.share, self.api_key, self.fingerprint, self.recurrent = share, api_key, fingerprint, recurrent
         self.saved = SavedStates(self, save_ram, save_disk)
         self.template = Template()
         self.faults = Faults()
@@ -382,6 +384,7 @@ class FakeEngine:
                     return answer
                 slot.n_in_batch = 0
                 self.cache.take(slot, batch)
+                slot.keep_before(slot.n_prompt)
         return None
 
     async def _release(self, slot: Slot) -> None:
@@ -393,15 +396,20 @@ class FakeEngine:
     def _begin(self, slot: Slot, tokens: list[int], body: dict[str, Any], index: int, media: bool) -> Turn:
         n_past = 0
         if body.get("cache_prompt", True) and not media:
-            n_past = lcp(slot.tokens, tokens)
-            self._attach(slot, tokens, body, n_past)
-            n_past = min(lcp(slot.tokens, tokens), len(tokens) - 1)
+            self._attach(slot, tokens, body, self.n_usable(slot, lcp(slot.tokens, tokens)))
+            n_past = self.n_usable(slot, min(lcp(slot.tokens, tokens), len(tokens) - 1))
         slot.n_pool_shared = min(slot.n_pool_shared, n_past)
         slot.cut(n_past)
         if not slot.n_pool_shared:
             slot.pool_seq = -1
         slot.state, slot.n_prompt, slot.n_cached, slot.n_decoded = "prompt", len(tokens), n_past, 0
         return Turn(slot.id, len(tokens), n_past, slot.n_pool_shared, index, reply_id=f"toy-{slot.id_task}")
+
+    def n_usable(self, sequence: Sequence, n: int) -> int:
+        """So many of its first ``n`` tokens can be gone on from."""
+        if not self.recurrent or n == len(sequence.tokens):
+            return n
+        return max((at for at in sequence.kept if at <= n), default=0)
 
     def _attach(self, slot: Slot, tokens: list[int], body: dict[str, Any], n_own: int) -> None:
         seq, limit = int(body.get("shared_pool_slot", -1)), int(body.get("shared_prefix_n_tokens", -1))
@@ -413,7 +421,7 @@ class FakeEngine:
         if body.get("shared_pool_epoch", self.epoch) != self.epoch:
             return
         p = lcp(pool.tokens, tokens)
-        p = p if limit < 0 else min(p, limit)
+        p = self.n_usable(pool, p if limit < 0 else min(p, limit))
         if p > n_own:
             slot.share_from(pool, p)
             slot.pool_seq, slot.pool_gen, slot.n_pool_shared = seq, pool.gen, p

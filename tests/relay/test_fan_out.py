@@ -520,6 +520,56 @@ async def test_an_engine_that_cannot_say_is_not_waited_for(engine: FakeEngine, p
     hold.release()
 
 
+# Families ------------------------------------------------------------------------------------------------------------
+
+
+def otherwise(text: str, **fields: Any) -> dict[str, Any]:
+    """The same prompt as ``body_of``, its system message in parts."""
+    body = body_of(CHAT, text, **fields)
+    body["messages"][0]["content"] = [{"type": "text", "text": body["messages"][0]["content"]}]
+    return body
+
+
+@pytest.mark.parametrize(("keys", "shares"), [(("agents", "agents"), True), ((None, None), False), (("a", "b"), False)])
+async def test_a_family_shares_what_is_written_otherwise(
+    engine: FakeEngine, proxy: Proxy, keys: tuple[str | None, str | None], shares: bool
+) -> None:
+    """The first one is waited for, and the beginning is prefilled once."""
+    bodies = [body_of(CHAT, WORDS[0], session_id="one"), otherwise(WORDS[1], session_id="two")]
+    bodies = [body | ({"prompt_cache_key": key} if key else {}) for body, key in zip(bodies, keys, strict=True)]
+    hold = Hold()
+    engine.on(CHAT, "prefill", hold)
+    first = asyncio.create_task(proxy.client.post(CHAT, json=bodies[0]))
+    await hold.reached()
+    second = asyncio.create_task(proxy.client.post(CHAT, json=bodies[1]))
+    if shares:
+        await until(lambda: proxy.control.fan_out.n_waiting == 1)
+        assert len(engine.requests(CHAT)) == 1
+    else:
+        await second
+    hold.release()
+    answers = [await first, await second]
+    n_shared = n_common(engine, CHAT)
+    n_each = [n_tokens(engine, CHAT, text) for text in WORDS[:2]]
+    assert engine.n_prompt_cum == sum(n_each) - (n_shared if shares else 0)
+    timings = [answer.json()["timings"] for answer in answers]
+    assert [one["cache_n"] for one in timings] == [0, n_shared if shares else 0]
+
+
+async def test_other_keys_keep_nobody_apart(engine: FakeEngine, proxy: Proxy) -> None:
+    receipts = [await ask(proxy, text, prompt_cache_key=text) for text in WORDS[:2]]
+    assert [r["cached_n_tokens"] for r in receipts] == [0, n_common(engine, CHAT)]
+
+
+async def test_one_key_for_all_costs_a_look_at_each_kind_of_prompt(engine: FakeEngine, proxy: Proxy) -> None:
+    for i in range(6):
+        for name in "ab":
+            body = {"prompt": f"{i} is another. " * 40 + name, "n_predict": 2, "prompt_cache_key": "all"}
+            assert (await proxy.client.post("/completion", json=body)).status_code == 200
+    assert [pool["prefix_len"] for pool in await pools(proxy)] == [len("0 is another. ") * 40] * 6
+    assert len(engine.requests("/polykv/engine/render")) <= 12
+
+
 # Ageing --------------------------------------------------------------------------------------------------------------
 
 

@@ -172,6 +172,12 @@ class TreeAgainstModel(RuleBasedStateMachine):
     def check_match(self, prompt: tuple[int, ...]) -> None:
         shared = {pool_id: common(prompt, pool.tokens) for pool_id, pool in self.model.items()}
         longest = max(shared.values(), default=0)
+        whole = [len(pool.tokens) for pool_id, pool in self.model.items() if shared[pool_id] == len(pool.tokens)]
+        contained = self.tree.match_whole(array("i", prompt))
+        assert (contained.prefix_n_tokens if contained is not None else 0) == max(whole, default=0)
+        if contained is not None:
+            assert contained.whole
+            assert self.model[contained.pool_id].tokens == prompt[: contained.prefix_n_tokens]
         match = self.tree.match(array("i", prompt))
         if longest == 0:
             assert match is None
