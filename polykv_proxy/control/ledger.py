@@ -5,6 +5,7 @@ that they are shared. So what stats last said is noted before a sequence is free
 kept here, without its tokens, for as long as somebody holds a cell of it.
 """
 
+import time
 from collections.abc import Collection, Sequence
 
 from polykv_proxy.control.watch import EngineWatch
@@ -18,6 +19,7 @@ from polykv_proxy.tree.accounting import (
     own_runs,
     owners_of,
     parts_of,
+    still_needed,
 )
 from polykv_proxy.tree.cells import CellBook, SlotFacts, behind, length, lying
 from polykv_proxy.tree.pool import Pool
@@ -30,7 +32,7 @@ class Ledger:
 
     def __init__(self, tree: PoolTree, watch: EngineWatch):
         self._tree, self._watch = tree, watch
-        self.book = CellBook()
+        self.book = CellBook(time.monotonic)
         self._gone: dict[PoolId, Gone] = {}
         self._seen: Stats | None = None
 
@@ -52,10 +54,10 @@ class Ledger:
         for slot in stats.slots:
             facts = _facts(slot, stats)
             if facts is not None:
-                self.book.observe(facts)
+                self.book.observe(facts, self._watch.asked_s)
         self.book.forget()
-        if self._gone:
-            self._forget(self.accounts())
+        for pool_id in self._gone.keys() - still_needed(self._gone, self.book, self.accounts()) if self._gone else ():
+            del self._gone[pool_id]
 
     def found(self, cells: CellMap) -> None:
         """The engine told where everything lies: what an earlier run of the proxy ordered is not in the books.
@@ -65,6 +67,7 @@ class Ledger:
         stats = self._watch.stats
         if stats is None or not stats.kv_unified or cells.epoch not in ("", self._watch.epoch):
             return
+        self.book.look()
         runs = lying([told.runs for told in (*cells.pools, *cells.slots)])
         of_pools, of_slots = runs[: len(cells.pools)], runs[len(cells.pools) :]
         lies = {(told.seq, told.gen): held for told, held in zip(cells.pools, of_pools, strict=True)}
@@ -81,7 +84,7 @@ class Ledger:
             self._gone[pool.pool_id] = Gone(pool.pool_id, pool.name, pool.parent, pool.branch_pos, pool.prefix_len)
         for pool in self._tree.residents():  # who shares cells with them, without being their child, owns these now
             if pool.seq_id is not None:
-                self.book.claim(pool.seq_id, pool.pool_id, besides=self._gone)
+                self.book.claim(pool.seq_id, pool.pool_id, tree=self._tree)
 
     def accounts(self) -> Accounts:
         unified = self._watch.stats.kv_unified if self._watch.stats is not None else True
@@ -117,28 +120,6 @@ class Ledger:
             if other is not pool and other.seq_id is not None and other.gen is not None:
                 others += self.book.runs(other.seq_id, other.gen) or ()
         return count_freed(own, others) < count_cells(own)
-
-    def _forget(self, accounts: Accounts) -> None:
-        """Released pools without a cell are of no interest, unless one below them still has some."""
-        needed: set[PoolId] = set()
-        for pool_id in accounts.released_cells:
-            gone = self._gone.get(pool_id)
-            while gone is not None and gone.pool_id not in needed:
-                needed.add(gone.pool_id)
-                gone = self._gone.get(gone.parent)
-        claimed = {
-            pool_id
-            for slot_id in self.book.slot_ids
-            for run in self.book.slot_runs(slot_id)
-            for pool_id, _ in self.book.claims(run.origin)
-        }
-        for pool_id in claimed:  # a cell of a released parent may be known by its child only
-            gone = self._gone.get(pool_id)
-            while gone is not None and gone.pool_id not in needed:
-                needed.add(gone.pool_id)
-                gone = self._gone.get(gone.parent)
-        for pool_id in self._gone.keys() - needed:
-            del self._gone[pool_id]
 
 
 def _facts(slot: SlotStats, stats: Stats) -> SlotFacts | None:

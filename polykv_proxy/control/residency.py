@@ -160,7 +160,7 @@ class Residency(PoolReconciler):
             raise InvariantError(f"pool {pool.pool_id} became resident twice")
         self._tree.set_residency(pool.pool_id, "resident", seq_id=SeqId(made.seq), gen=made.gen)
         self.made_anew(pool)
-        self.ledger.book.claim(SeqId(made.seq), pool.pool_id)
+        self.ledger.book.claim(SeqId(made.seq), pool.pool_id, tree=self._tree)
         self._n_changes += 1
         if self._watch.epoch is None:
             raise InvariantError("a sequence without an epoch")

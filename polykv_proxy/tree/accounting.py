@@ -82,12 +82,25 @@ def account(tree: PoolTree, gone: Mapping[PoolId, Gone], book: CellBook, *, unif
                     (own if owner in tree else released)[owner] += n_cells
     slots: Counter[SlotId] = Counter()
     counted: dict[Origin, int] = {}
-    for slot_id, runs in of_slots:
-        for origin, start, end in own_runs(tree, gone, book, runs):
-            at = max(start, counted.get(origin, 0)) if unified else start
-            slots[slot_id] += max(0, end - at)
-            counted[origin] = max(end, at)
+    of_nobody = [(run, slot_id) for slot_id, runs in of_slots for run in own_runs(tree, gone, book, runs)]
+    for (origin, start, end), slot_id in sorted(of_nobody):
+        at = max(start, counted.get(origin, 0)) if unified else start
+        slots[slot_id] += max(0, end - at)
+        counted[origin] = max(end, at)
     return Accounts(dict(own), dict(released), dict(slots))
+
+
+def still_needed(gone: Mapping[PoolId, Gone], book: CellBook, accounts: Accounts) -> set[PoolId]:
+    """Released pools that own cells, or may when others above or beside them go, and those above them."""
+    of_slots = {run.origin for slot_id in book.slot_ids for run in book.slot_runs(slot_id)}
+    claiming = {pool_id for origin in of_slots for pool_id, _ in book.claims(origin)}
+    needed: set[PoolId] = set()
+    for pool_id in {*accounts.released_cells, *claiming}:
+        above = gone.get(pool_id)
+        while above is not None and above.pool_id not in needed:
+            needed.add(above.pool_id)
+            above = gone.get(above.parent)
+    return needed
 
 
 def count_cells(held: Iterable[Run]) -> int:

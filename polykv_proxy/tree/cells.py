@@ -9,11 +9,14 @@ does. Cells of a slot's origin that nobody claims are its session's own.
 
 A unified cache is meant: with separate streams every share is a copy, and nothing is held twice.
 
+Stats that were asked for before something was ordered may or may not show it: they say nothing of the slots and
+sequences that it was about. The next ones do.
+
 Shapes:  runs of a sequence follow each other from position 0 without a gap
-Units:   positions in tokens, one cell each
+Units:   positions in tokens, one cell each; *_s seconds of the clock given
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -38,7 +41,10 @@ LYING = 1 << 40
 
 
 class SlotFacts(NamedTuple):
-    """What stats say of a slot. ``tasks``: (id, tokens reused) of all tasks it has had lately, oldest first."""
+    """What stats say of a slot. ``tasks``: (id, tokens reused) of all tasks it has had lately, oldest first.
+
+    The first ``n_pool_shared`` cells are those of the sequence ``pool_seq``.
+    """
 
     slot_id: SlotId
     n_tokens: int
@@ -53,19 +59,28 @@ class _SlotEntry:
     id_task: int = -1
     grows: bool = False
     """The last run is being filled by the task that is known: what comes is more of it."""
+    changed_s: float = float("-inf")
+    """When the last order about it was known to be carried out."""
 
 
 class CellBook:
-    """Sequences of pools by number and generation, and slots. ``clear`` with every start of the engine."""
+    """Sequences of pools by number and generation, and slots. ``clear`` with every start of the engine.
 
-    def __init__(self) -> None:
+    ``clock``: the one that ``asked_s`` is of; without it all stats count as newer than all orders.
+    """
+
+    def __init__(self, clock: Callable[[], float] = lambda: float("-inf")) -> None:
+        self._clock = clock
         self._seqs: dict[SeqId, tuple[int, Runs]] = {}
+        self._changed_s: dict[SeqId, float] = {}
+        """As of slots. There are as many sequences as the engine has."""
         self._slots: dict[SlotId, _SlotEntry] = {}
         self._claims: dict[Origin, list[tuple[PoolId, int]]] = {}
         self._next: Origin = 1
 
     def clear(self) -> None:
         self._seqs.clear()
+        self._changed_s.clear()
         self._slots.clear()
         self._claims.clear()
 
@@ -84,19 +99,23 @@ class CellBook:
         head = cut(known[1], n_shared) if known is not None else ()
         fresh = Run(self._new(), length(head), n_tokens)
         self._claims[fresh.origin] = [(pool_id, n_tokens)]
-        self._seqs[seq_id] = (gen, (*head, fresh))
+        self._set(seq_id, gen, (*head, fresh))
 
     def snapshot(self, seq_id: SeqId, gen: int, n_tokens: int, slot_id: SlotId) -> None:
         """A slot's cells are shared. Who owns them is said with ``claim``."""
         entry = self._slots.setdefault(slot_id, _SlotEntry())
+        entry.changed_s = self._clock()
         self._stretch(entry, n_tokens)
-        self._seqs[seq_id] = (gen, cut(entry.runs, n_tokens))
+        self._set(seq_id, gen, cut(entry.runs, n_tokens))
 
-    def claim(self, seq_id: SeqId, pool_id: PoolId, *, besides: Collection[PoolId] = ()) -> None:
-        """This sequence is a pool's: what nobody claims of it, except ``besides``, is the pool's from here on."""
+    def claim(self, seq_id: SeqId, pool_id: PoolId, *, tree: Container[PoolId]) -> None:
+        """This sequence is a pool's: what no pool of ``tree`` claims of it is the pool's from here on.
+
+        A claim of a pool that is gone does not count: sooner or later nobody remembers that one.
+        """
         for run in self._seqs.get(seq_id, (0, ()))[1]:
             claims = self._claims.setdefault(run.origin, [])
-            if not any(end >= run.end and known not in besides for known, end in claims):
+            if not any(end >= run.end and known in tree for known, end in claims):
                 claims.append((pool_id, run.end))
 
     def adopt(self, seq_id: SeqId, gen: int, parts: Iterable[tuple[PoolId, int, int]]) -> None:
@@ -108,8 +127,12 @@ class CellBook:
             self._claims[run.origin] = [(PoolId(-run.origin), end)]
         self._seqs[seq_id] = (gen, runs)
 
+    def look(self) -> None:
+        """The engine tells where everything lies: what it told before says nothing of who fills these places now."""
+        self._claims = {origin: claims for origin, claims in self._claims.items() if origin > -LYING}
+
     def found(self, seq_id: SeqId, gen: int, runs: Runs | None, parts: Sequence[tuple[PoolId, int, int]]) -> None:
-        """The same, when the engine told where the sequence lies (see ``lying``)."""
+        """The same, when the engine told where the sequence lies (see ``lying``), after ``look``."""
         if runs is None:
             self.adopt(seq_id, gen, parts)
             return
@@ -117,7 +140,7 @@ class CellBook:
             claims = dict(self._claims.get(run.origin, ()))
             for owner, start, end in parts:
                 if start < run.end and end > run.start:
-                    claims[owner] = max(end, claims.get(owner, 0))
+                    claims[owner] = max(min(end, run.end), claims.get(owner, 0))
             # Of two that follow each other in one place, the one whose pool ends first owns the beginning.
             self._claims[run.origin] = sorted(claims.items(), key=lambda claim: claim[1])
         self._seqs[seq_id] = (gen, runs)
@@ -125,16 +148,26 @@ class CellBook:
     def found_slot(self, slot_id: SlotId, runs: Runs | None, id_task: int) -> None:
         """Where a slot lies, by the engine; ``id_task``: the last task that it had until then."""
         if runs is not None:
-            self._slots[slot_id] = _SlotEntry(runs, id_task)
+            self._slots[slot_id] = _SlotEntry(runs, id_task, changed_s=self._clock())
 
     def freed(self, seq_id: SeqId) -> None:
         self._seqs.pop(seq_id, None)
+        self._changed_s[seq_id] = self._clock()
+
+    def _set(self, seq_id: SeqId, gen: int, runs: Runs) -> None:
+        self._seqs[seq_id] = (gen, runs)
+        self._changed_s[seq_id] = self._clock()
 
     # Slots ---------------------------------------------------------------------------------------------------------
 
-    def observe(self, facts: SlotFacts) -> None:
-        """Bring a slot's runs to what stats say it holds."""
+    def observe(self, facts: SlotFacts, asked_s: float = float("inf")) -> None:
+        """Bring a slot's runs to what stats say it holds that were asked for at ``asked_s``."""
         entry = self._slots.setdefault(facts.slot_id, _SlotEntry())
+        changed_s = entry.changed_s
+        if facts.pool_seq is not None:
+            changed_s = max(changed_s, self._changed_s.get(facts.pool_seq, changed_s))
+        if asked_s <= changed_s:
+            return
         new = [(id_task, n) for id_task, n in facts.tasks if id_task > entry.id_task]
         if new:
             entry.runs = cut(entry.runs, min(n for _, n in new))
@@ -150,6 +183,7 @@ class CellBook:
     def refilled(self, slot_id: SlotId, n_tokens: int, *, source: SeqId | None = None, n_shared: int = 0) -> None:
         """Between two requests a slot came to hold something else: cells of its own, behind those of a sequence."""
         entry = self._slots.setdefault(slot_id, _SlotEntry())
+        entry.changed_s = self._clock()
         known = self._seqs.get(source) if source is not None else None
         entry.runs, entry.grows = cut(known[1], n_shared) if known is not None else (), False
         if length(entry.runs) < n_tokens:

@@ -77,3 +77,25 @@ def test_every_cell_has_one_owner_whatever_is_done(stack: ProxyStack) -> None:
         check_sum(stack, "came back")
     order("POST", "/polykv/pools/root/flush")
     order("DELETE", "/polykv/pools/root?recursive=true")
+
+
+def test_slot_that_goes_on_behind_another_pool_keeps_the_end_of_the_one_before(stack: ProxyStack) -> None:
+    """It shares the beginning of the pool that it names now. Its cells behind that are of one that is gone: they are
+    not this pool's, though a pool made of the slot begins with them, too."""
+    rng = random.Random(8)
+    common, x, y, more = ([rng.randrange(10, N_VOCAB) for _ in range(n)] for n in (100, 20, 30, 9))
+    for name, end in (("x", x), ("y", y)):
+        stack.http.post("/polykv/pools", json={"tokens": common + end, "name": name}).raise_for_status()
+    assert ask(stack, common + y + more, "s", "y")["timings"]["pool_n"] == 130
+    stack.http.delete("/polykv/pools/y").raise_for_status()
+    assert ask(stack, common + y + more[::-1], "s", "x")["timings"]["cache_n"] == 130
+    check_sum(stack, "behind another pool")
+    made = stack.http.post("/polykv/pools", json={"from_session": "s", "name": "z"}).raise_for_status().json()
+    view = check_sum(stack, "a pool of it")
+    own = {pool["name"]: pool["own_kv_cells"] for pool in view["pools"]}
+    assert own == {"x": 120, "z": made["prefix_len"] - 100}
+    stack.http.delete("/polykv/pools/x").raise_for_status()
+    view = check_sum(stack, "the one that the beginning was of is gone")
+    assert [pool["own_kv_cells"] for pool in view["pools"]] == [made["prefix_len"]]
+    stack.http.delete("/polykv/pools/z").raise_for_status()
+    check_sum(stack, "nobody's but the session's")

@@ -8,7 +8,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from polykv_proxy.ids import PoolId, SeqId, SlotId
-from polykv_proxy.tree.accounting import Gone, account, count_cells, count_freed, kv_bytes, parts_of, subtree_cells
+from polykv_proxy.tree.accounting import (
+    Gone,
+    account,
+    count_cells,
+    count_freed,
+    kv_bytes,
+    parts_of,
+    still_needed,
+    subtree_cells,
+)
 from polykv_proxy.tree.cells import CellBook, Run, SlotFacts, length, lying
 from polykv_proxy.tree.pool import Pool
 from polykv_proxy.tree.tree import PoolTree
@@ -113,7 +122,7 @@ def test_a_slot_that_begins_anew_holds_other_cells() -> None:
     plan = tree.plan_root(toks(range(50)))
     pool = tree.commit(plan, now_s=0.0)
     tree.set_residency(pool.pool_id, "resident", seq_id=SeqId(9), gen=1)
-    book.claim(SeqId(9), pool.pool_id)
+    book.claim(SeqId(9), pool.pool_id, tree=tree)
     assert account(tree, {}, book).total_cells == 50
     book.observe(slot(0, 60, task=1))  # it decodes on
     assert account(tree, {}, book).slot_cells[SlotId(0)] == 10
@@ -133,12 +142,57 @@ def test_what_is_released_belongs_to_who_shares_it_and_stays() -> None:
     book.snapshot(SeqId(9), 1, 120, SlotId(0))
     new = add_root(tree, toks(range(120)))
     tree.set_residency(new.pool_id, "resident", seq_id=SeqId(9), gen=1)
-    book.claim(SeqId(9), new.pool_id)
+    book.claim(SeqId(9), new.pool_id, tree=tree)
     assert account(tree, {}, book).own_cells == {old.pool_id: 100, new.pool_id: 20}
     tree.release(old.pool_id)
     book.freed(SeqId(int(old.pool_id)))
-    book.claim(SeqId(9), new.pool_id, besides=[old.pool_id])
+    book.claim(SeqId(9), new.pool_id, tree=tree)
     assert account(tree, {}, book).own_cells == {new.pool_id: 120}
+
+
+def test_what_nobody_remembers_keeps_no_cell_from_its_owner() -> None:
+    """A pool of a slot whose cells an earlier pool owned owns them, once that one is released and forgotten."""
+    tree, book = PoolTree(), CellBook()
+    book.observe(slot(0, 50, task=1))
+    for seq_id, n_tokens in ((8, 40), (9, 30)):
+        book.snapshot(SeqId(seq_id), 1, n_tokens, SlotId(0))
+        pool = add_root(tree, toks(range(n_tokens)))
+        tree.set_residency(pool.pool_id, "resident", seq_id=SeqId(seq_id), gen=1)
+        book.claim(SeqId(seq_id), pool.pool_id, tree=tree)
+        if seq_id == 8:
+            tree.release(pool.pool_id)
+            book.freed(SeqId(8))
+    accounts = account(tree, {}, book)
+    assert (accounts.own_cells, accounts.slot_cells) == ({pool.pool_id: 30}, {0: 20})
+
+
+def test_stats_that_were_asked_for_before_an_order_do_not_undo_it() -> None:
+    tree, now = PoolTree(), itertools.count()
+    book = CellBook(lambda: next(now))
+    pools = [add_root(tree, toks(range(n))) for n in (30, 40)]
+    make_resident(tree, book, pools[0])
+    book.observe(slot(0, 50, task=1, reused=30, pool=pools[0], n=30), asked_s=next(now))
+    asked_s = next(now)
+    book.snapshot(SeqId(9), 1, 52, SlotId(0))  # it decoded two more meanwhile
+    book.observe(slot(0, 50, task=1, reused=30, pool=pools[0], n=30), asked_s)
+    book.observe(slot(0, 53, task=1, reused=30, pool=pools[0], n=30), asked_s=next(now))
+    assert count_cells([*book.slot_runs(SlotId(0)), *(book.runs(SeqId(9), 1) or ())]) == 53
+    # The engine gives a sequence to another pool: what stats said of its number was about the one before.
+    before, asked_s = book.slot_runs(SlotId(0)), next(now)
+    evict(tree, book, pools[0])
+    book.filled(SeqId(int(pools[0].pool_id)), 2, 40, pool_id=pools[1].pool_id, source=None, n_shared=0)
+    book.observe(
+        slot(0, 53, task=1, reused=30, pool=pools[0], n=30)._replace(pool_seq=SeqId(int(pools[0].pool_id))), asked_s
+    )
+    assert book.slot_runs(SlotId(0)) == before
+
+
+def test_two_slots_that_hold_the_ends_of_one_filling_count_both() -> None:
+    """As after a look at where everything lies: who filled it is gone, and was no pool."""
+    tree, book = PoolTree(), CellBook()
+    book.found_slot(SlotId(0), (Run(1, 0, 20), Run(2, 20, 40)), 1)
+    book.found_slot(SlotId(1), (Run(3, 0, 10), Run(2, 10, 20)), 1)
+    assert account(tree, {}, book).slot_cells == {0: 40, 1: 20}
 
 
 def test_a_restored_family_shares_by_its_tree() -> None:
@@ -217,12 +271,16 @@ class BookAgainstCache(RuleBasedStateMachine):
 
     @initialize()
     def start(self) -> None:
-        self.tree, self.book = PoolTree(), CellBook()
-        self.fresh = itertools.count()
+        self.tree, self.fresh = PoolTree(), itertools.count()
+        self.book = CellBook(self.now)
+        self.asked: tuple[int, list[SlotFacts]] | None = None
         self.seqs: dict[int, list[int]] = {}
         self.slots: dict[int, list[int]] = {0: [], 1: [], 2: []}
         self.gone: dict[PoolId, Gone] = {}
         self.n_tasks = 0
+
+    def now(self) -> int:
+        return next(self.fresh)
 
     def pool(self, pick: int, of: Any = None) -> Pool:
         pools = list(of if of is not None else self.tree)
@@ -279,11 +337,12 @@ class BookAgainstCache(RuleBasedStateMachine):
                 self.book.freed(pool.seq_id)
         for pool in self.tree.residents():
             assert pool.seq_id is not None
-            self.book.claim(pool.seq_id, pool.pool_id, besides=self.gone)
+            self.book.claim(pool.seq_id, pool.pool_id, tree=self.tree)
 
     @rule(slot_id=st.integers(0, 2), reuse=st.integers(0, 30), more=st.integers(1, 9), pick=picks, attach=st.booleans())
     def task(self, slot_id: int, reuse: int, more: int, pick: int, attach: bool) -> None:
         self.n_tasks += 1
+        self.asked = None
         held, pool, n_pool = self.slots[slot_id], None, 0
         held = held[: min(reuse, len(held))]
         if attach and self.tree.residents():
@@ -296,6 +355,7 @@ class BookAgainstCache(RuleBasedStateMachine):
 
     @rule(n=st.integers(1, 9))
     def decode_in_turns(self, n: int) -> None:
+        self.asked = None
         before = {slot_id: len(cells) for slot_id, cells in self.slots.items()}
         for _ in range(n):
             for cells in self.slots.values():
@@ -307,18 +367,50 @@ class BookAgainstCache(RuleBasedStateMachine):
     @rule()
     def begin_the_books_anew(self) -> None:
         """Another proxy comes, and the engine tells it where everything lies."""
-        self.book, self.gone = CellBook(), {}
+        self.book, self.gone = CellBook(self.now), {}
+        self.tell_where_everything_lies()
+
+    @rule()
+    def tell_where_everything_lies(self) -> None:
+        """The books go on."""
         residents = self.tree.residents()
         told = [*(self.seqs[int(pool.seq_id or 0)] for pool in residents), *self.slots.values()]
+        self.book.look()
         runs = lying([lies(cells) for cells in told])
         for pool, held in zip(residents, runs, strict=False):
             self.book.found(SeqId(int(pool.seq_id or 0)), 1, held, parts_of(self.tree, pool))
         for slot_id, held in zip(self.slots, runs[len(residents) :], strict=True):
             self.book.found_slot(SlotId(slot_id), held, self.n_tasks)
 
+    @rule()
+    def ask(self) -> None:
+        """Stats as of now. They arrive after what is ordered from here on, if no newer ones do."""
+        facts = []
+        for slot_id, cells in self.slots.items():
+            starts = [(self.seqs[int(p.seq_id or 0)][0], p) for p in self.tree.residents()]
+            pool = next((p for first, p in starts if cells[:1] == [first]), None)
+            same = zip(cells, self.seqs[int(pool.seq_id or 0)] if pool is not None else (), strict=False)
+            n_pool = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], same))
+            facts.append(SlotFacts(SlotId(slot_id), len(cells), [], pool.seq_id if pool is not None else None, n_pool))
+        self.asked = self.now(), facts
+
+    @precondition(lambda self: self.asked is not None)
+    @rule()
+    def hear_late(self) -> None:
+        assert self.asked is not None
+        (asked_s, told), self.asked = self.asked, None
+        for facts in told:
+            self.book.observe(facts, asked_s)
+
+    @precondition(lambda self: self.gone)
+    @rule()
+    def forget_released(self) -> None:
+        for pool_id in self.gone.keys() - still_needed(self.gone, self.book, account(self.tree, self.gone, self.book)):
+            del self.gone[pool_id]
+
     @rule(slot_id=st.integers(0, 2))
     def purge(self, slot_id: int) -> None:
-        self.slots[slot_id] = []
+        self.slots[slot_id], self.asked = [], None
         self.book.observe(SlotFacts(SlotId(slot_id), 0, [], None, 0))
 
     @rule(slot_id=st.integers(0, 2), n=st.integers(0, 20), pick=picks, behind=st.booleans())
@@ -333,16 +425,25 @@ class BookAgainstCache(RuleBasedStateMachine):
         self.book.refilled(SlotId(slot_id), n, source=source, n_shared=n_shared)
 
     @precondition(lambda self: any(self.slots.values()))
-    @rule(pick=picks)
-    def snapshot(self, pick: int) -> None:
+    @rule(pick=picks, n_decoded=st.integers(0, 3), less=st.integers(0, 9), below=st.booleans())
+    def snapshot(self, pick: int, n_decoded: int, less: int, below: bool) -> None:
+        """Of what a slot holds by now, or of the beginning of it."""
         slot_id = self.pool_slot(pick)
         seq_id = next(i for i in itertools.count(10) if i not in self.seqs)
-        self.seqs[seq_id] = list(self.slots[slot_id])
-        n_tokens = len(self.slots[slot_id])
-        pool = add_root(self.tree, toks(*[next(self.fresh) % 7 for _ in range(n_tokens)]))
+        if less == 0:
+            self.slots[slot_id].extend(self.cells(n_decoded))
+        n_tokens = max(1, len(self.slots[slot_id]) - less)
+        self.seqs[seq_id] = self.slots[slot_id][:n_tokens]
+        tokens = [next(self.fresh) % 7 for _ in range(n_tokens)]
+        if below and len(self.tree) and n_tokens > 1:
+            parent = self.pool(pick)
+            at = min(parent.prefix_len, n_tokens - 1)
+            pool = extend(self.tree, parent.pool_id, toks(*tokens[at:]), branch_pos=at)
+        else:
+            pool = add_root(self.tree, toks(*tokens))
         self.book.snapshot(SeqId(seq_id), 1, n_tokens, SlotId(slot_id))
         self.tree.set_residency(pool.pool_id, "resident", seq_id=SeqId(seq_id), gen=1)
-        self.book.claim(SeqId(seq_id), pool.pool_id)
+        self.book.claim(SeqId(seq_id), pool.pool_id, tree=self.tree)
 
     def pool_slot(self, pick: int) -> int:
         full = [slot_id for slot_id, cells in self.slots.items() if cells]
