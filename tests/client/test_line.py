@@ -285,6 +285,18 @@ def test_a_failed_question_leaves_the_line() -> None:
     assert world.who("b").admission is not None
 
 
+def test_who_looked_before_a_change_is_not_put_to_sleep() -> None:
+    line, woken = Line(), []
+    ticket = line.join()
+    seen = line.look(ticket)[0]
+    line.not_before(1.0)
+    assert not line.wake_me(lambda: woken.append(1), seen)
+    assert line.wake_me(lambda: woken.append(2), line.version)
+    line.not_before(2.0)
+    line.not_before(3.0)
+    assert woken == [2]
+
+
 def test_lines_are_one_for_each_proxy_and_pool() -> None:
     line = Line.shared("http://a", 3)
     assert Line.shared("http://a", "3") is line
