@@ -1,7 +1,9 @@
 """A signal ends the server whatever it is doing, and everybody who waits is told."""
 
+import json
 import random
 import signal
+import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,7 +13,7 @@ import httpx
 import pytest
 
 from .conftest import Launcher
-from .hooks import Engine
+from .hooks import N_PROBS, Engine
 from .noise import Noise
 
 pytestmark = pytest.mark.engine
@@ -87,3 +89,31 @@ def test_who_waits_for_an_answer_when_it_ends_is_told(launch: Launcher, noise: N
     # Not an answer of the hooks: they say 503 when all sequences are taken, upon which somebody would free one.
     assert [(pool.status_code, pool.json()["error"]["type"]) for pool in told] == [(503, "unavailable_error")] * 2
     assert "the server is shutting down" in events.splitlines()[-2]
+
+
+def test_who_reads_late_is_told_too(launch: Launcher, noise: Noise) -> None:
+    """The server is in the middle of writing to this client when its main loop ends, and not waiting for a result."""
+    engine = launch.pooled("dense", "--no-cache-idle-slots")
+    n_tokens, n_buffered = 150, 64 << 10  # with so many log-probabilities more than all buffers in between hold
+    body = {"prompt": noise(1, 20), "n_predict": MANY_TOKENS, "ignore_eos": True, "temperature": 0}
+    late = json.dumps(body | {"stream": True, "n_probs": N_PROBS, "id_slot": 0})
+    head = f"POST /completion HTTP/1.1\r\nHost: engine\r\nContent-Length: {len(late)}\r\n\r\n"
+    with ThreadPoolExecutor(1) as clients, socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, n_buffered)
+        client.settimeout(60)
+        client.connect(("127.0.0.1", engine.server.port))
+        client.sendall((head + late).encode())
+        other = clients.submit(post, engine, "/completion", body | {"id_slot": 1})
+        wait_until(engine, lambda stats: stats["slots"][0]["n_decoded"] > n_tokens)
+        process = engine.server.process
+        assert process is not None
+        process.send_signal(signal.SIGTERM)
+        assert other.result(60).status_code == 503  # whoever waits is told by now, and HTTP about to be stopped
+        read = b"".join(iter(lambda: client.recv(1 << 20), b""))
+        assert process.wait(30) == 0
+        engine.server.process = None
+    *events, last = [line for line in read.splitlines() if line.startswith(b"data: ")]
+    assert len(events) > n_tokens
+    assert len(read) > 8 << 20
+    assert json.loads(last.removeprefix(b"data: "))["error"]["message"] == "the server is shutting down"
+    assert read.endswith(b"0\r\n\r\n")
