@@ -238,6 +238,32 @@ def test_of_what_lies_as_far_from_its_position_as_somebody_elses_every_cell_coun
     assert accounts.own_cells == {root.pool_id: 100}
 
 
+def look(tree: PoolTree, book: CellBook, told: dict[PoolId, list[int]]) -> None:
+    """The engine tells the cells of these pools, by position."""
+    book.look()
+    for pool_id, runs in zip(told, lying([lies(cells) for cells in told.values()]), strict=True):
+        seq_id = SeqId(int(pool_id))
+        tree.set_residency(pool_id, "resident", seq_id=seq_id, gen=1)
+        book.found(seq_id, 1, runs, parts_of(tree, tree.get(pool_id)))
+
+
+def test_a_look_says_nothing_of_who_lay_there_before() -> None:
+    tree, book = PoolTree(), CellBook()
+    first, second = add_root(tree, toks(range(40))), add_root(tree, toks(range(50)))
+    look(tree, book, {first.pool_id: list(range(40))})
+    assert account(tree, {}, book).own_cells == {first.pool_id: 40}
+    evict(tree, book, first)
+    look(tree, book, {second.pool_id: list(range(50))})
+    assert account(tree, {}, book).own_cells == {second.pool_id: 50}
+
+
+def test_a_pool_owns_no_cell_behind_those_that_it_shares() -> None:
+    tree, book = PoolTree(), CellBook()
+    short, long = add_root(tree, toks(range(40))), add_root(tree, toks(range(50)))
+    look(tree, book, {short.pool_id: [*range(20), *range(100, 120)], long.pool_id: list(range(50))})
+    assert account(tree, {}, book).own_cells == {short.pool_id: 40, long.pool_id: 30}
+
+
 def runs_of(book: CellBook, *pools: Pool) -> list[Run]:
     held = [book.runs(pool.seq_id, pool.gen) for pool in pools if pool.seq_id is not None and pool.gen is not None]
     return [run for runs in held for run in runs or ()]
