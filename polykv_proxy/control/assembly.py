@@ -267,6 +267,7 @@ class Assembly(ABC):
         )
         self._working: set[asyncio.Task[Any]] = set()
         self._knew_engine = False
+
     def _make_door(self) -> Door:
         facts = GateFacts(
             tree=self.tree,
@@ -284,7 +285,6 @@ class Assembly(ABC):
         self.policies.on_changed, self.policies.on_forgotten = door.policies_changed, door.forget
         self.views.measured_rate = door.rate_of
         return door
-
 
     @property
     def hooks(self) -> bool:

@@ -80,7 +80,16 @@ class Control(Assembly):
 
     def readings(self) -> Readings:
         """What monitoring reads, from memory."""
-        return take_readings(self.tree, self.watch, self.views, self.tier, rates=self.rates, sessions=self.sessions)
+        return take_readings(
+            self.tree,
+            self.watch,
+            self.views,
+            self.tier,
+            rates=self.rates,
+            sessions=self.sessions,
+            policies=self.policies,
+            door=self.door,
+        )
 
     async def facts(self) -> Facts:
         """What the doctor looks at, as fresh as can be had."""

@@ -48,6 +48,11 @@ class Policies:
         return self._book.is_empty
 
     @property
+    def n_own(self) -> int:
+        """Pools that have a policy of their own."""
+        return len(self._book)
+
+    @property
     def default(self) -> Policy | None:
         return self._book.default
 

@@ -6,13 +6,16 @@ thousands of series; automatic ones are counted together.
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import PurePath
 
+from polykv_proxy.control.door import Door
+from polykv_proxy.control.policies import Policies
 from polykv_proxy.control.rates import Rates
 from polykv_proxy.control.tier import Tier, TierFacts
 from polykv_proxy.control.views import Views
 from polykv_proxy.control.watch import EngineWatch
+from polykv_proxy.gate.outcome import Counts
 from polykv_proxy.ids import PoolId
 from polykv_proxy.sessions import SessionBook
 from polykv_proxy.tree.accounting import kv_bytes
@@ -25,15 +28,29 @@ AUTO = "auto"
 
 @dataclass(slots=True)
 class PoolReading:
-    """One pool, or all automatic ones. ``tps``: tokens per second of those who decode on it now; None: not known."""
+    """One pool, or all automatic ones. ``tps``: tokens per second of those who decode on it now; None: not known.
+
+    ``target_tps``: the floor of its policy; None: it has none, or these are several pools.
+    """
 
     tps: float | None = 0.0
+    target_tps: float | None = None
     kv_bytes: int = 0
     n_sessions: int = 0
     n_queries: int = 0
     n_hits: int = 0
     query_tokens: int = 0
     hit_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionReading:
+    """``n_waiting``: new sessions at the door; ``n_held``: turns; ``n_policies``: pools with one of their own."""
+
+    n_waiting: int = 0
+    n_held: int = 0
+    n_policies: int = 0
+    counts: Counts = field(default_factory=Counts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +71,7 @@ class Readings:
     cells_total: int | None
     cells_high: int | None
     warm: TierFacts
+    admission: AdmissionReading
     aggregate_tps: float | None
     mean_active_tps: float | None
     n_running: int
@@ -62,7 +80,15 @@ class Readings:
 
 
 def take_readings(
-    tree: PoolTree, watch: EngineWatch, views: Views, tier: Tier, *, rates: Rates, sessions: SessionBook
+    tree: PoolTree,
+    watch: EngineWatch,
+    views: Views,
+    tier: Tier,
+    *,
+    rates: Rates,
+    sessions: SessionBook,
+    policies: Policies,
+    door: Door,
 ) -> Readings:
     stats = watch.stats
     up = watch.state == "ready"
@@ -81,7 +107,10 @@ def take_readings(
         if holder is None and pool.pool_id not in on_pool:
             continue
         label = named[pool.pool_id] = AUTO if pool.auto else pool.label
-        _add_pool(pools.setdefault(label, PoolReading()), pool, own_cells.get(pool.pool_id, 0) if up else 0, per_token)
+        reading = pools.setdefault(label, PoolReading())
+        policy = policies.resolve(pool.pool_id).policy if not (pool.auto or policies.is_empty) else None
+        reading.target_tps = policy.target_tps_per_session if policy is not None else None
+        _add_pool(reading, pool, own_cells.get(pool.pool_id, 0) if up else 0, per_token)
     live = rates.is_live()
     for session in facts:
         if session.pool_id in named:
@@ -107,6 +136,7 @@ def take_readings(
         cells_total=cells.total if cells is not None else None,
         cells_high=cells.hi if cells is not None else None,
         warm=tier.facts(),
+        admission=AdmissionReading(door.n_waiting, door.n_held, policies.n_own, door.counts),
         aggregate_tps=rates.aggregate_tps(),
         mean_active_tps=sum(decoding) / len(decoding) if live and decoding else None,
         n_running=max(n_sent - n_deferred, n_busy),  # some are relayed unread: the engine's own count has them

@@ -36,6 +36,7 @@ FLOOR_IDLE = "projected mean tps below floor (idle estimate)"
 OK = "ok"
 
 HARD = (NO_STREAM, CONTEXT)
+REFUSALS = (*HARD, STALE, SETTLING, KV, FLOOR, FLOOR_IDLE)
 
 UNSEEN_SESSION_CELLS = 1024
 """What a session is taken to hold on its own while there is none to go by and none is expected."""

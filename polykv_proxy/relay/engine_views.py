@@ -12,6 +12,7 @@ from aiohttp import web
 
 import polykv_proxy
 from polykv_proxy.control import Control
+from polykv_proxy.control.policies import FIELDS as POLICY_FIELDS
 from polykv_proxy.ids import SlotId
 from polykv_proxy.relay.json_bytes import edit, elements, members
 from polykv_proxy.relay.pump import begin, pump_plain, raw_headers_of, relayed_body, send
@@ -120,12 +121,15 @@ def _pool_in(slot: SlotStats | None, control: Control) -> int | None:
 
 
 def _policy(control: Control) -> dict[str, Any]:
-    """How the proxy was set up. ``floor``: tokens per second and session; None: nobody is refused for want of them."""
-    settings = control.settings
+    """How the proxy was set up. ``floor``: tokens per second and session of the default policy, which is ``admission``;
+    None: only pools that were given a policy have one.
+    """
+    settings, default = control.settings, control.policies.default
     return {
         "mode": settings.mode,
-        "floor": settings.default_target_tps,
-        "admission": {"mode": settings.default_mode},
+        "floor": default.target_tps_per_session if default is not None else None,
+        "admission": (default.to_json() if default is not None else dict.fromkeys(POLICY_FIELDS))
+        | {"n_pool_policies": control.policies.n_own},
         "pin": {"max_fraction": settings.pin_max_fraction},
         "ttl": {
             "grace_s": settings.grace_ttl_s,

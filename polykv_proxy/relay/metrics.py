@@ -15,9 +15,10 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector, CollectorRegistry
 
 from polykv_proxy.control import Control
-from polykv_proxy.control.readings import PoolReading, Readings
+from polykv_proxy.control.readings import AdmissionReading, PoolReading, Readings
 from polykv_proxy.control.tier import TierFacts
 from polykv_proxy.errors import UpstreamError
+from polykv_proxy.gate.verdict import REFUSALS
 from polykv_proxy.relay.costs import Costs
 from polykv_proxy.relay.costs_exposed import as_vllm, of_costs
 from polykv_proxy.tree.pool import Residency
@@ -109,6 +110,7 @@ class _Ours(Collector):
         )
         yield from (_gauge(name, what, value) for name, what, value in known if value is not None)
         yield from _of_warm_tier(readings.warm)
+        yield from _of_admission(readings.admission)
 
 
 def _of_pools(readings: Readings) -> Iterator[Metric]:
@@ -116,6 +118,7 @@ def _of_pools(readings: Readings) -> Iterator[Metric]:
         ("gen_throughput_tps", "Tokens per second of those who decode on this pool.", lambda p: p.tps),
         ("pool_kv_bytes", "Bytes of the KV cache that this pool owns.", lambda p: p.kv_bytes),
         ("pool_sessions", "Open sessions on this pool.", lambda p: p.n_sessions),
+        ("pool_target_tps", "Floor of its admission policy, in tokens per second and session.", lambda p: p.target_tps),
     )
     counters: tuple[_PoolMetric, ...] = (
         ("queries", "Requests that were to attach to this pool.", lambda p: p.n_queries),
@@ -163,6 +166,43 @@ def _of_warm_tier(warm: TierFacts) -> Iterator[Metric]:
         ("warm_forgotten", "States given up for others, or because nobody can use them.", counts.n_forgotten),
         ("warm_save_seconds", "Time spent on saving.", counts.save_ms / 1e3),
         ("warm_load_seconds", "Time spent on bringing back.", counts.load_ms / 1e3),
+    )
+    yield from (CounterMetricFamily(PREFIX + name, what, value=value) for name, what, value in totals)
+
+
+def _of_admission(admission: AdmissionReading) -> Iterator[Metric]:
+    """What the gate let in, kept waiting and turned away. All of it is there from the start, so that rates are."""
+    yield _gauge("admission_policies", "Pools with an admission policy of their own.", admission.n_policies)
+    yield _gauge("admission_waiting", "New sessions that wait to be let in.", admission.n_waiting)
+    yield _gauge("turns_held", "Turns of admitted sessions that are held now.", admission.n_held)
+    counts = admission.counts
+    by_kind = {
+        "guaranteed": counts.n_guaranteed,
+        "overcommitted": counts.n_overcommitted,
+        "warned": counts.n_warned,
+    }
+    admitted = CounterMetricFamily(PREFIX + "admissions", "New sessions that were let in.", labels=["kind"])
+    for kind, n in {"admitted": counts.n_admitted - sum(by_kind.values()), **by_kind}.items():
+        admitted.add_metric([kind], n)
+    yield admitted
+    refused = CounterMetricFamily(PREFIX + "admission_refusals", "New sessions that were refused.", labels=["reason"])
+    for reason in dict.fromkeys((*REFUSALS, *sorted(counts.refused))):
+        refused.add_metric([reason], counts.refused[reason])
+    yield refused
+    totals = (
+        (
+            "admission_retries_refused",
+            "Refusals of what a client's library sent again by itself.",
+            counts.n_retries_refused,
+        ),
+        ("admission_holds", "New sessions that had to wait to be let in.", counts.n_held),
+        ("turn_holds", "Turns that were held to keep the floor.", counts.n_turns_held),
+        (
+            "turn_holds_expired",
+            "Held turns that went after the longest hold, not because there was room.",
+            counts.n_turns_expired,
+        ),
+        ("turn_hold_seconds", "Time that held turns waited.", counts.turn_hold_ms / 1e3),
     )
     yield from (CounterMetricFamily(PREFIX + name, what, value=value) for name, what, value in totals)
 

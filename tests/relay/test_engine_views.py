@@ -9,6 +9,8 @@ import httpx
 import pytest
 
 import polykv_proxy
+from polykv_proxy.control.policies import FIELDS as POLICY_FIELDS
+from polykv_proxy.gate.policy import Policy
 from polykv_proxy.relay.json_bytes import elements
 from tests.fake_engine import FakeEngine
 from tests.fake_engine.faults import reply
@@ -150,11 +152,19 @@ async def test_props_have_the_policy(engine: FakeEngine, make_proxy: ProxyMaker)
         polykv = added["polykv"]
         assert (polykv["floor"], polykv["admission"], polykv["pin"]) == (
             5.5,
-            {"mode": "enforced"},
+            Policy(target_tps_per_session=5.5, mode="enforced").to_json() | {"n_pool_policies": 0},
             {"max_fraction": 0.25},
         )
         assert (polykv["ttl"]["grace_s"], polykv["ttl"]["session_gap_s"]) == (9, 60)
         assert polykv["versions"] == {"polykv_proxy": polykv_proxy.__version__, "engine_hooks": True}
+
+
+async def test_props_without_a_default_policy(proxy: Proxy) -> None:
+    await proxy.pool(PREFIX, "desk")
+    await proxy.control.set_policy("desk", Policy(target_tps_per_session=2))
+    polykv = (await proxy.client.get("/props")).json()["opencoti"]["polykv"]
+    assert polykv["floor"] is None
+    assert polykv["admission"] == dict.fromkeys(POLICY_FIELDS) | {"n_pool_policies": 1}
 
 
 async def test_another_opencoti_keeps_what_it_has(engine: FakeEngine, proxy: Proxy) -> None:
@@ -162,7 +172,7 @@ async def test_another_opencoti_keeps_what_it_has(engine: FakeEngine, proxy: Pro
     answer = await proxy.client.get("/props")
     assert answer.content.startswith(b'{"opencoti": {"x" : 1.50,"polykv":{"mode":"auto"')
     assert answer.content.endswith(b'} , "y":2}')
-    assert b"old" not in answer.content
+    assert b'"old"' not in answer.content
     engine.on("/props", "request", raw(b'{"opencoti": true}'))
     assert (await proxy.client.get("/props")).content == b'{"opencoti": true}'
     engine.on("/props", "request", raw(b"{}"))

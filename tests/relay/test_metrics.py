@@ -8,6 +8,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from polykv_proxy.errors import UpstreamUnavailable
+from polykv_proxy.gate.policy import Policy
+from polykv_proxy.gate.verdict import FLOOR, REFUSALS
 from polykv_proxy.relay.costs import BUCKETS_S, Histogram
 from tests.fake_engine import FakeEngine
 from tests.fake_engine.faults import Hold, reply
@@ -219,6 +221,64 @@ async def test_a_request_that_waits_is_held_not_slow(engine: FakeEngine, proxy: 
     assert shown["hold_seconds_total"]["slot",] >= 0.3
     assert shown["proxy_overhead_seconds_count"]["before",] == 5
     assert shown["proxy_overhead_seconds_sum"]["before",] < shown["hold_seconds_total"]["slot",]
+
+
+async def test_the_gate_before_anybody_was_there(proxy: Proxy) -> None:
+    """Whoever takes rates of them needs them from the start."""
+    await proxy.pool(PREFIX, "desk")
+    shown = await scrape(proxy)
+    assert shown["admissions_total"] == dict.fromkeys(
+        [("admitted",), ("guaranteed",), ("overcommitted",), ("warned",)], 0
+    )
+    assert shown["admission_refusals_total"] == {(reason,): 0 for reason in REFUSALS}
+    alone = [
+        *("admission_policies", "admission_waiting", "turns_held", "admission_retries_refused_total"),
+        *("admission_holds_total", "turn_holds_total", "turn_holds_expired_total", "turn_hold_seconds_total"),
+    ]
+    assert [shown[name] for name in alone] == [{(): 0}] * len(alone)
+    assert "pool_target_tps" not in shown
+
+
+async def test_what_the_gate_did(engine: FakeEngine, proxy: Proxy) -> None:
+    engine.token_s = 0.01
+    await proxy.pool(PREFIX, "desk")
+    await proxy.pool([7] * 40, "free")
+    await proxy.control.set_policy("desk", Policy(1e6, mode="enforced", settle_max_ms=0))
+    desk = {"n_predict": 2000, "stream": True, "pool_id": "desk"}
+    first = asyncio.create_task(ask(proxy, [*PREFIX, 1], session_id="a", **desk))
+    await until(lambda: (rate := proxy.control.door.rate_of("a")) is not None and rate.tps)  # type: ignore[arg-type]
+    for fields in ({}, {"headers": {"x-stainless-retry-count": "1"}}):
+        body = {"prompt": [*PREFIX, 2], "n_predict": 2, "session_id": "b"}
+        refused = await proxy.client.post("/completion", json=body, **fields)
+        assert refused.status_code == 429
+    await ask(proxy, [*PREFIX, 3], session_id="c", overcommit=True)
+    await ask(proxy, [7] * 41, session_id="d")  # no policy: nobody asks the gate
+    await proxy.control.set_policy("desk", Policy(1e6, mode="enforced", on_saturation="warn", settle_max_ms=0))
+    await ask(proxy, [*PREFIX, 4], session_id="e")
+    await proxy.control.set_policy("desk", Policy(1e6, mode="enforced", on_saturation="queue", settle_max_ms=0))
+    waiting = asyncio.create_task(ask(proxy, [*PREFIX, 5], session_id="f"))
+    await until(lambda: proxy.control.door.n_waiting == 1)
+    shown = await scrape(proxy)
+    assert shown["admission_waiting"] == {(): 1}
+    assert shown["admission_holds_total"] == {(): 1}
+    assert shown["admissions_total"] == {
+        ("admitted",): 0,
+        ("guaranteed",): 1,
+        ("overcommitted",): 1,
+        ("warned",): 1,
+    }
+    assert shown["admission_refusals_total"] == {(reason,): int(reason == FLOOR) for reason in REFUSALS}
+    assert shown["admission_retries_refused_total"] == {(): 1}
+    assert shown["admission_policies"] == {(): 1}
+    assert shown["pool_target_tps"] == {("desk",): 1e6}
+    await proxy.control.drop_policy("desk")  # then nothing is waited for
+    await waiting
+    shown = await scrape(proxy)
+    assert shown["admission_waiting"] == {(): 0}
+    assert shown["hold_seconds_total"]["admission",] > 0
+    assert shown["admissions_total"]["admitted",] == 1
+    first.cancel()
+    await asyncio.wait([first])
 
 
 def test_a_limit_belongs_to_its_bucket() -> None:
