@@ -34,6 +34,7 @@ app = typer.Typer(
 app.command("demo")(demo.demo)
 app.command("up")(up.up)
 app.command("serve")(serve.serve)
+app.command("capacity")(admission.capacity)
 app.command("match")(match.match)
 app.command("compact")(compact.compact)
 app.command("explain")(explain.explain)

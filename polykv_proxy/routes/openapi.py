@@ -20,6 +20,7 @@ from polykv_proxy import errors
 from polykv_proxy.control.receipts import MAX_RECORDS
 from polykv_proxy.errors import PolyKVError
 from polykv_proxy.routes import shapes, shapes_admission
+from polykv_proxy.routes.admission import MAX_SESSION_ID, MAX_TOKENS
 from polykv_proxy.routes.answers import answering, json_answer
 from polykv_proxy.routes.body import AdmissionBody, CreateBody, ForkBody, MatchBody
 from polykv_proxy.routes.compact import CompactBody, Compacted
@@ -157,6 +158,21 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         summary="Take a pool's own admission policy away",
         answer=shapes_admission.AdmissionChanged,
         raises=(*POOL, *CHANGE),
+    ),
+    ("GET", "/polykv/pools/{ref}/capacity"): Operation(
+        summary="Say whether a pool has room for one more session, and how many more",
+        answer=shapes_admission.CapacityShown,
+        query={
+            "expected_tokens": (
+                {"type": "integer", "minimum": 0, "maximum": MAX_TOKENS},
+                "What the session would add to the cache: a prompt beyond the pool, and its answer.",
+            ),
+            "session_id": (
+                {"type": "string", "minLength": 1, "maxLength": MAX_SESSION_ID},
+                "Who asks: one that was served before goes on.",
+            ),
+        },
+        raises=(*POOL, *ENGINE),
     ),
     ("POST", "/polykv/match"): Operation(
         summary="Say what a request would get, changing nothing",

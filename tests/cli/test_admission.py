@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -12,6 +13,7 @@ from typer.testing import CliRunner, Result
 from polykv_proxy.app import make_app
 from polykv_proxy.cli import app
 from polykv_proxy.config import load_settings
+from tests.cli.contract_server import ContractServer
 from tests.fake_engine import FakeEngine
 
 runner = CliRunner()
@@ -99,3 +101,88 @@ async def test_how_it_ends(proxy: str, status: int, arguments: list[str], said: 
     done = await ctl(proxy, "admission", *arguments)
     assert (done.exit_code, done.stdout) == (status, "")
     assert (done.stderr.count("\n"), said in done.stderr) == (1, True)
+
+
+CAPACITY: dict[str, Any] = {
+    "pool_id": 1,
+    "name": "base",
+    "can_admit": True,
+    "reason": "ok",
+    "projected_mean_tps_if_admitted": 9.25,
+    "projected_mean_tps_model": 9.5,
+    "projected_mean_tps_measured": 9.25,
+    "projected_mean_tps_roofline": None,
+    "projected_idle_estimate": False,
+    "drop_per_admit_ewma": 1.75,
+    "mean_active_tps": 11.0,
+    "n_active": 3,
+    "n_warming": 0,
+    "n_pool_sessions": 3,
+    "guaranteed": False,
+    "known_session": False,
+    "settling": False,
+    "settle_remaining_ms": None,
+    "headroom_sessions": 2,
+    "kv_headroom_pct": 40.2,
+    "compaction_pressure": 0.125,
+    "kv_streams_total": None,
+    "kv_streams_free": None,
+    "kv_cells_per_stream": None,
+    "target_tps_per_session": 5.0,
+    "mode": "enforced",
+    "estimator": "settled",
+    "seq_ids_used": 1,
+    "seq_ids_max": 16,
+}
+
+
+def said_of(*arguments: str, **known: Any) -> list[str]:
+    with ContractServer() as server:
+        server.answer_next = (200, json.dumps(CAPACITY | known).encode(), {})
+        done = runner.invoke(app, ["capacity", "base", *arguments, "--url", server.url])
+        assert done.exit_code == 0, done.stderr
+        wanted = "/polykv/pools/base/capacity"
+        assert server.asked[0].path == wanted + ("?expected_tokens=900&session_id=a%2F1+b" if arguments else "")
+        return done.stdout.splitlines()
+
+
+def test_what_capacity_rests_on() -> None:
+    assert said_of("--expected-tokens", "900", "--session", "a/1 b") == [
+        "pool 1 (base): room for 2 more sessions: ok",
+        "rate with one more    9.2 tok/s",
+        "floor                 5.0 tok/s",
+        "rate now              11.0 tok/s",
+        "who decode            3",
+        "without a rate yet    0",
+        "sessions of the pool  3",
+        "one more costs        1.8 tok/s",
+        "free cells            40 %",
+        "compaction pressure   0.12",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("known", "first"),
+    [
+        ({"headroom_sessions": 1, "reason": "guaranteed minimum"}, "room for 1 more session: guaranteed minimum"),
+        ({"headroom_sessions": None}, "room for one more session at least: ok"),
+        ({"known_session": True, "reason": "continuation"}, "this session is known and goes on"),
+        (
+            {"can_admit": False, "headroom_sessions": 0, "reason": "projected mean tps below floor"},
+            "no room for one more session: projected mean tps below floor",
+        ),
+        (
+            {"can_admit": False, "reason": "measurement settling", "settling": True, "settle_remaining_ms": 3200},
+            "no room for one more session: measurement settling, 3,200 ms to go",
+        ),
+    ],
+)
+def test_the_verdict_of_capacity(known: dict[str, Any], first: str) -> None:
+    assert said_of(**known)[0] == f"pool 1 (base): {first}"
+
+
+def test_what_is_not_known_is_left_out_and_advice_is_called_so() -> None:
+    unknown = dict.fromkeys(("mean_active_tps", "projected_mean_tps_if_admitted", "drop_per_admit_ewma"))
+    lines = said_of(mode="advisory", **unknown)
+    assert not any(line.startswith(("rate", "one more costs")) for line in lines)
+    assert lines[-1] == "advisory: nobody is held or refused by it"

@@ -1,10 +1,11 @@
-"""§4: the admission policy of a pool, over HTTP."""
+"""§4: the admission policy of a pool, and its capacity, over HTTP."""
 
+import asyncio
 from typing import Any
 
 import pytest
 
-from tests.contract.conftest import error_of, made, refused
+from tests.contract.conftest import ask, error_of, made, refused
 from tests.fake_engine import FakeEngine
 from tests.relay.conftest import Proxy, ProxyMaker
 
@@ -152,3 +153,115 @@ async def test_policies_can_be_set_while_the_engine_is_away(engine: FakeEngine, 
     await engine.kill()
     assert (await admission(proxy, 1, "POST", {"target_tps_per_session": 5}))["source"] == "own"
     assert (await admission(proxy, 2))["inherited_from"] == 1
+
+
+CAPACITY = {
+    *("can_admit", "projected_mean_tps_if_admitted", "headroom_sessions", "kv_headroom_pct", "reason"),
+    *("settling", "settle_remaining_ms", "n_warming", "n_pool_sessions", "guaranteed", "projected_mean_tps_model"),
+    *("projected_mean_tps_measured", "drop_per_admit_ewma", "known_session", "compaction_pressure"),
+    *("seq_ids_used", "seq_ids_max", "projected_idle_estimate"),
+    *("kv_streams_total", "kv_streams_free", "kv_cells_per_stream"),
+}
+
+
+async def capacity(proxy: Proxy, ref: int | str, **query: Any) -> dict[str, Any]:
+    answer = await proxy.client.get(f"/polykv/pools/{ref}/capacity", params=query)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+async def test_capacity_has_the_fields_of_the_contract(engine: FakeEngine, proxy: Proxy) -> None:
+    await family(proxy)
+    found = await capacity(proxy, "leaf")
+    assert found.keys() >= CAPACITY
+    assert (found["pool_id"], found["name"], found["can_admit"], found["reason"]) == (2, "leaf", True, "ok")
+    assert (found["seq_ids_used"], found["seq_ids_max"]) == (2, engine.max_pools)
+    assert (found["n_pool_sessions"], found["n_active"], found["compaction_pressure"]) == (0, 0, 0)
+    n_used = engine.cache.used()
+    assert found["kv_headroom_pct"] == 100  # nobody uses the pools: a new session could have their cells
+    assert n_used > 0
+    unknown = ("mean_active_tps", "projected_mean_tps_if_admitted", "drop_per_admit_ewma", "settle_remaining_ms")
+    assert [found[name] for name in (*unknown, "target_tps_per_session", "mode", "estimator")] == [None] * 7
+    assert [found[name] for name in found if name.startswith("kv_") and "stream" in name] == [None] * 3
+
+
+async def test_a_pool_below_its_guarantee_has_room(proxy: Proxy) -> None:
+    await family(proxy)
+    await admission(proxy, "root", "POST", {"target_tps_per_session": 5, "mode": "enforced"})
+    found = await capacity(proxy, "leaf")
+    assert (found["can_admit"], found["reason"], found["guaranteed"]) == (True, "guaranteed minimum", True)
+    assert (found["target_tps_per_session"], found["mode"], found["estimator"]) == (5, "enforced", "settled")
+
+
+async def test_the_context_arm_counts_expected_tokens(engine: FakeEngine, proxy: Proxy) -> None:
+    await family(proxy)
+    await admission(proxy, "root", "POST", {"target_tps_per_session": 5, "mode": "enforced"})
+    fits, wall = await capacity(proxy, 1, expected_tokens=engine.cache.n_cells), await capacity(proxy, 1)
+    too_long = await capacity(proxy, 1, expected_tokens=engine.cache.n_cells + 1)
+    assert (fits["can_admit"], wall["can_admit"]) == (True, True)
+    assert (too_long["can_admit"], too_long["reason"]) == (False, "context headroom exhausted")
+    assert too_long["headroom_sessions"] == 0
+
+
+async def test_a_session_that_was_served_goes_on(proxy: Proxy) -> None:
+    await family(proxy)
+    await admission(proxy, "root", "POST", {"target_tps_per_session": 1e6, "guarantee_min_sessions": 0})
+    await ask(proxy, TEXT + "Go.", session_id="a/1", pool_id="root")
+    known, new = await capacity(proxy, 1, session_id="a/1"), await capacity(proxy, 1, session_id="b")
+    assert (known["known_session"], known["can_admit"], known["reason"]) == (True, True, "continuation")
+    assert new["known_session"] is False
+    assert (known["n_pool_sessions"], new["n_pool_sessions"]) == (1, 1)
+
+
+async def test_who_decodes_too_slowly_leaves_no_room(engine: FakeEngine, proxy: Proxy) -> None:
+    """The floor is that of the pool; the rates are those of the whole engine."""
+    await family(proxy)
+    engine.token_s = 0.02
+    body = {"prompt": TEXT + "Go.", "n_predict": 400, "session_id": "a", "pool_id": "root"}
+    running = asyncio.create_task(proxy.client.post("/completion", json=body))
+    policy = {"target_tps_per_session": 1e5, "guarantee_min_sessions": 0, "settle_max_ms": 0}
+    await admission(proxy, "root", "POST", policy)
+    found = await capacity(proxy, "root")
+    for _ in range(200):
+        found = await capacity(proxy, "root")
+        if found["n_active"]:
+            break
+        await asyncio.sleep(0.02)
+    assert (found["n_active"], found["n_pool_sessions"]) == (1, 1)
+    assert (found["can_admit"], found["reason"]) == (False, "projected mean tps below floor")
+    assert found["projected_mean_tps_if_admitted"] == found["projected_mean_tps_model"] < found["mean_active_tps"]
+    assert found["headroom_sessions"] == 0
+    running.cancel()
+    await asyncio.wait([running])
+
+
+@pytest.mark.parametrize(
+    ("query", "param"),
+    [
+        ("expected_tokens=-1", "expected_tokens"),
+        ("expected_tokens=", "expected_tokens"),
+        ("expected_tokens=1.5", "expected_tokens"),
+        ("expected_tokens=many", "expected_tokens"),
+        ("expected_tokens=2147483648", "expected_tokens"),
+        ("expected_tokens=99999999999999999999", "expected_tokens"),
+        ("session_id=", "session_id"),
+        ("session_id=a%00b", "session_id"),
+        ("session_id=" + "x" * 257, "session_id"),
+    ],
+)
+async def test_what_is_wrong_with_a_question_is_named(proxy: Proxy, query: str, param: str) -> None:
+    await family(proxy)
+    answer = await proxy.client.get(f"/polykv/pools/1/capacity?{query}")
+    error = error_of(answer)
+    assert (answer.status_code, error["code"], error["param"]) == (400, "invalid_request", param)
+    assert param in error["message"]
+
+
+async def test_nobody_can_tell_the_capacity(engine: FakeEngine, proxy: Proxy) -> None:
+    await family(proxy)
+    assert await refused(proxy, "GET", "/polykv/pools/nobody/capacity") == (404, "pool_not_found")
+    await engine.kill()
+    answer = await proxy.client.get("/polykv/pools/1/capacity")
+    assert (answer.status_code, error_of(answer)["code"]) == (503, "upstream_unavailable")
+    assert int(answer.headers["retry-after"]) >= 1

@@ -35,6 +35,7 @@ POOL_COMMANDS = ["tree", "ls", "show", "create", "fork", "pin", "unpin", "evict"
 OTHERS = [
     ("match",),
     *(("admission", name) for name in ("get", "set", "drop")),
+    ("compact",),
     ("explain",),
     ("tps",),
     ("sessions",),
