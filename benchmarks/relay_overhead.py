@@ -35,7 +35,7 @@ TIMINGS = {"cache_n": 1, "prompt_n": 9, "predicted_n": 3, "predicted_per_second"
 REPLY = json.dumps({"choices": [{"finish_reason": "stop"}], "usage": {}, "timings": TIMINGS}).encode()
 
 
-def engine_app(n_slots: str) -> web.Application:
+def engine_app(n_slots: str, reply: bytes = REPLY) -> web.Application:
     state = {
         "epoch": "bench",
         "n_slots": int(n_slots),
@@ -48,7 +48,7 @@ def engine_app(n_slots: str) -> web.Application:
     async def chat(request: web.Request) -> web.StreamResponse:
         body = await request.read()
         if b'"stream":true' not in body:
-            return web.Response(body=REPLY, content_type="application/json")
+            return web.Response(body=reply, content_type="application/json")
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         began = asyncio.get_running_loop().time()
