@@ -92,6 +92,9 @@ class Residency(PoolReconciler):
         holder = self._tree.holder(pool.pool_id)
         if holder is None or holder.seq_id is None or holder.gen is None:
             return None
+        stats = self._watch.stats
+        if stats is not None and stats.recurrent and holder.prefix_len > pool.prefix_len:
+            return None  # a state has one end, and who goes on from before it goes on from less
         return Held(holder.seq_id, holder.gen, epoch)
 
     def n_missing(self, pool: Pool) -> int:

@@ -123,6 +123,19 @@ async def test_where_others_part_earlier_is_a_pool_of_its_own(engine: FakeEngine
     assert len(proxy.control.tree) == 2
 
 
+async def test_a_longer_pool_is_no_holder_of_one_that_left(engine: FakeEngine, proxy: Proxy) -> None:
+    """It comes back from a state that the longer one kept, and is whole again."""
+    for text in ("Task 0: count", "Task 1: add", "Write a poem"):
+        await ask(proxy, text)
+    _, pool = await pools(proxy)
+    (await proxy.client.post(f"/polykv/pools/{pool['pool_id']}/evict?to=cold")).raise_for_status()
+    assert len(engine.ready_pools()) == 1
+    before = n_prefilled(engine)
+    receipt = await ask(proxy, "Sing a song")
+    assert (receipt["cached_n_tokens"], receipt["miss_reason"]) == (pool["prefix_len"], None)
+    assert n_prefilled(engine) - before < BEFORE_END + n_tokens(engine, CHAT, "Sing a song") - pool["prefix_len"]
+
+
 async def test_a_pool_above_is_gone_on_from(engine: FakeEngine, proxy: Proxy) -> None:
     task = "Read all files in this folder and tell what each of them is for, in one line each. " * 2
     for text in WORDS[:2]:
