@@ -157,11 +157,16 @@ class AutomaticPools(PoolWork):
             await self._residency.evict(resident)
 
     def _unused(self, automatic: list[Pool]) -> list[Pool]:
-        """Leaves that no session and no order needs."""
+        """Leaves that no session and no order needs, and that nobody pinned or gave a policy."""
         if not automatic:
             return []
         in_use = self._residency.in_use()
-        return [p for p in automatic if not self._tree.children(p.pool_id) and p.pool_id not in in_use]
+        leaves = (pool for pool in automatic if not self._tree.children(pool.pool_id))
+        return [pool for pool in leaves if pool.pool_id not in in_use and not self._is_wanted(pool)]
+
+    def _is_wanted(self, pool: Pool) -> bool:
+        """Somebody ordered something of it: that must not go without a word."""
+        return pool.pin or self._policies.own(pool.pool_id) is not None
 
     # Of a slot's number ----------------------------------------------------------------------------------------------
 
@@ -187,7 +192,9 @@ class AutomaticPools(PoolWork):
     async def let_go(self, pool_id: PoolId) -> None:
         """Release an automatic pool, unless somebody needs it: then it stays until it is evicted."""
         pool = self._tree.find(pool_id)
-        if pool is None or not pool.auto or self._tree.children(pool_id) or pool_id in self._residency.in_use():
+        if pool is None or not pool.auto or self._is_wanted(pool):
+            return
+        if self._tree.children(pool_id) or pool_id in self._residency.in_use():
             return
         with contextlib.suppress(PoolInUse, PoolHasChildren):
             await self._take_off(pool_id)

@@ -9,6 +9,7 @@ import pytest
 import pytest_asyncio
 
 from polykv_proxy.control.automatic import MAX_AUTO_POOLS
+from polykv_proxy.gate.policy import Policy
 from polykv_proxy.relay.turn import STALE_MS
 from tests.fake_engine import FakeEngine, Hold, drop, reply
 from tests.relay.conftest import Proxy, ProxyMaker
@@ -580,6 +581,24 @@ async def test_what_was_not_used_for_long_is_taken_off_the_tree(engine: FakeEngi
         assert len(proxy.control.tree) == 2
         await until(lambda: len(proxy.control.tree) == 1)
         assert [pool["pool_id"] for pool in await pools(proxy)] == [ordered["pool_id"]]
+
+
+@pytest.mark.parametrize("wish", ["policy", "pin"])
+async def test_what_somebody_wants_something_of_stays(engine: FakeEngine, make_proxy: ProxyMaker, wish: str) -> None:
+    async with make_proxy(engine.url, session_idle_s=0.2, session_gap_s=0.1, **SHORT) as proxy:
+        await asyncio.gather(*(ask(proxy, text) for text in WORDS[:2]))
+        (pool,) = proxy.control.tree
+        if wish == "policy":
+            await proxy.control.set_policy(pool.pool_id, Policy(target_tps_per_session=2))
+        else:
+            await proxy.control.pin_pool(pool.pool_id)
+        await until(lambda: pool.last_use_s < proxy.control.clock() - 1)
+        assert list(proxy.control.tree) == [pool]
+        if wish == "policy":
+            await proxy.control.drop_policy(pool.pool_id)
+        else:
+            await proxy.control.unpin_pool(pool.pool_id)
+        await until(lambda: not len(proxy.control.tree))
 
 
 async def test_there_are_not_more_than_so_many(
