@@ -157,6 +157,7 @@ class Assembly(ABC):
             room=self.room,
             snapshot_slot=self._pool_of_slot,
             may_change=lambda: self.owns_engine,
+            seek_permission=self._seek_permission,
             clock=clock,
         )
         self.idle_pools = IdlePools(
@@ -326,6 +327,10 @@ class Assembly(ABC):
     def _deliver(self, grants: list[Grant]) -> None:
         if self.deliver_grants is not None and grants:
             self.deliver_grants(grants)
+
+    async def _seek_permission(self) -> None:
+        """Raises as ``Permission.seek``."""
+        await self.permission.seek()
 
     async def _sequence_of(self, pool_id: PoolId) -> SeqId:
         """Raises PoolNotFound (404), and as ``Residency.ensure``."""

@@ -36,7 +36,8 @@ AT_ONCE_S = 0.0005
 """A pool that is resident after so long was so before."""
 
 EXPLAIN_S = 1.0
-"""A reply that is there waits no longer than this for the reason of its miss."""
+"""A reply that is there waits no longer than this for the reason of its miss, and a request for the engine to say
+whether it is ours."""
 
 
 class Attacher:
@@ -50,18 +51,21 @@ class Attacher:
         room: Room,
         snapshot_slot: Callable[[SlotId, list[Tokens]], Awaitable[Pool | None]],
         may_change: Callable[[], bool],
+        seek_permission: Callable[[], Awaitable[None]],
         clock: Callable[[], float],
     ):
         self._tree, self._comparer, self._watch, self._clock = tree, comparer, watch, clock
         self._residency, self._room, self._snapshot_slot = residency, room, snapshot_slot
         self.admission = Admission(comparer=comparer, watch=watch, residency=residency, room=room)
-        self._may_change = may_change
+        self._may_change, self._seek_permission = may_change, seek_permission
         self._looking: asyncio.Task[None] | None = None
+        self._seeking: asyncio.Task[None] | None = None
 
     async def stop(self) -> None:
-        if self._looking is not None:
-            self._looking.cancel()
-            await asyncio.wait([self._looking])
+        tasks = [task for task in (self._looking, self._seeking) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     # Before --------------------------------------------------------------------------------------------------------
 
@@ -80,6 +84,8 @@ class Attacher:
             request.waits.cells_s += self._room.take_waited_s()
 
     async def _decide(self, request: AttachRequest) -> AttachPlan:
+        if request.shareable and len(self._tree) and not self._may_change() and self._watch.hooks is not False:
+            await self._become_able()
         named = self._named(request)
         counts = not (request.takes_a_slot and self._room.comes_back())
         # 1.
@@ -151,6 +157,18 @@ class Attacher:
         if request.door is None or found.pool is None:
             return False
         return await request.door(found.pool, found.prefix_n_tokens * found.n_prompts, found.n_total)
+
+    async def _become_able(self) -> None:
+        """An engine that came back, or a lease that ran out, need not wait for the heartbeat. Once for all who ask."""
+        if self._seeking is None or self._seeking.done():
+            self._seeking = asyncio.create_task(self._seek(), name="polykv-seek")
+        await asyncio.wait([self._seeking], timeout=EXPLAIN_S)
+
+    async def _seek(self) -> None:
+        try:
+            await self._seek_permission()
+        except PolyKVError as e:
+            log.info("pools cannot be attached to now: %s", e.message)
 
     def _cannot_attach(self) -> str | None:
         """Why nothing is known that could be decided by; None when there is no such reason."""

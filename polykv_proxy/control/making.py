@@ -3,6 +3,9 @@
 One prefill is with the engine at a time: it has one service slot, and what waits there cannot be called back. Room is
 made when the turn has come, cells and a sequence, and made again if the engine refuses: nobody overtakes.
 
+When all sequences are taken, one comes from whoever is just giving it back, from nobody's, from the pool that is worth
+least, and for a pool that comes back at last from whom it was to share with: it then holds those cells alone.
+
 Whoever gets a sequence adopts it or gives it back in the same step. The ledger is told what each one shares.
 """
 
@@ -13,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from polykv_proxy.control.ledger import Ledger
 from polykv_proxy.control.room import Room
@@ -40,6 +44,9 @@ MIN_MORE_TOKENS = 16
 """Fewer tokens beyond the parent's range are not worth looking for somebody who holds them."""
 
 
+MAX_TRIES = 3
+
+
 @dataclass(frozen=True, slots=True)
 class _Borrowed:
     """A sequence that no pool has, for as long as another one is made of it."""
@@ -63,8 +70,8 @@ class PoolMaker(EngineSequences, ABC):
         self._service = asyncio.Lock()
 
     @abstractmethod
-    async def reconcile(self) -> None:
-        """Compare with what the engine lists."""
+    async def reconcile(self) -> bool:
+        """Compare with what the engine lists. Gives whether sequences that nobody owns were freed."""
 
     @abstractmethod
     def residency_without(self, pool: Pool) -> Residency:
@@ -87,7 +94,8 @@ class PoolMaker(EngineSequences, ABC):
 
         The caller must adopt the sequence or give it back in the same step. When nobody holds the parent's range, all
         of [0, L) is prefilled. A pool that is on the tree shares more than that range if anybody holds it, and may take
-        the place of pools that only sessions between two turns use: those come back as it does.
+        the place of pools that only sessions between two turns use: those come back as it does. It also takes that of a
+        pool above it rather than none.
 
         Raises:  ContextLengthExceeded (400), and as ``ensure``
         """
@@ -97,16 +105,13 @@ class PoolMaker(EngineSequences, ABC):
         tag = f"pool-{pool_id}.{next(self._numbers)}"
         self._tags.add(tag)
         try:
-            with self._using(parent):
-                for _ in range(3):
+            # A pool of the tree may do without its parent, and take its sequence.
+            with self._using(parent if pool_id not in self._tree else None):
+                for _ in range(MAX_TRIES):
                     async with self._service:
-                        known = self._tree.find(pool_id)
-                        planned = (self.source(parent, branch_pos), branch_pos)
-                        source, n_shared = self.source_of(known) if known is not None else planned
-                        with self._using(source):
-                            made = await self._order_with_room(tokens, source, n_shared, tag, pool_id)
+                        made, is_shared = await self._order_in_turn(tokens, parent, branch_pos, tag, pool_id)
                     if made is not None:
-                        return made, source is not None
+                        return made, is_shared
                     await self._watch.refresh()
                     await self.reconcile()
             raise UpstreamRestarted("the engine lost the parent's cells again and again")
@@ -159,6 +164,23 @@ class PoolMaker(EngineSequences, ABC):
             self._tags.discard(tag)
             self._n_changes += 1
 
+    async def _order_in_turn(
+        self, tokens: Tokens, parent: Pool | None, branch_pos: int, tag: str, pool_id: PoolId
+    ) -> tuple[Materialized | None, bool]:
+        """Order behind whoever serves best. Gives what ``_order_with_room`` gives, and whether anything is shared."""
+        n_more_tries = MAX_TRIES
+        while True:
+            known = self._tree.find(pool_id)
+            planned = (self.source(parent, branch_pos), branch_pos)
+            source, n_shared = self.source_of(known) if known is not None else planned
+            try:
+                with self._using(source):
+                    return await self._order_with_room(tokens, source, n_shared, tag, pool_id), source is not None
+            except SeqIdsExhausted:
+                n_more_tries -= 1
+                if known is None or not n_more_tries or not await self._give_up_sharing(known):
+                    raise
+
     async def _order_with_room(
         self,
         tokens: Tokens,
@@ -176,7 +198,7 @@ class PoolMaker(EngineSequences, ABC):
         if n_cells is None:
             n_cells = len(tokens) - (n_shared if source is not None else 0)
         comes_back = pool_id in self._tree
-        for n_more_tries in reversed(range(3)):
+        for n_more_tries in reversed(range(MAX_TRIES)):
             await self._make_way(n_cells, for_request=comes_back)
             seq_id = source.seq_id if source is not None else None
             if source is not None and seq_id is None:
@@ -296,26 +318,45 @@ class PoolMaker(EngineSequences, ABC):
         return await self._give_sequence(for_request=for_request)
 
     async def _give_sequence(self, *, for_request: bool) -> bool:
-        pool = self._room.free_sequence_of(for_request=for_request)
+        """Gives whether a state was saved for it."""
+        _, has_saved = await self._take_sequence(partial(self._room.free_sequence_of, for_request=for_request))
+        return has_saved
+
+    async def _give_up_sharing(self, pool: Pool) -> bool:
+        """For a pool that comes back, the one whose cells it was to share gives its sequence, or another one above it:
+        it will hold these cells alone then. Gives whether one did.
+        """
+
+        def choose() -> Pool | None:
+            return self._room.free_sequence_of(for_request=True) or self._room.free_sequence_above(pool)
+
+        taken, _ = await self._take_sequence(choose)
+        return taken is not None
+
+    async def _take_sequence(self, choose: Callable[[], Pool | None]) -> tuple[Pool | None, bool]:
+        """Have a pool give its sequence, saved first. Gives which one, and whether a state was saved for it."""
+        pool = choose()
         has_saved = pool is not None and self.can_save(pool)
         if pool is not None and has_saved:
             await self.save(pool)
-            pool = self._room.free_sequence_of(for_request=for_request)  # somebody may use it by now
+            pool = choose()  # somebody may use it by now
         if pool is None:
-            return has_saved
+            return None, has_saved
         log.info("pool %s gives its sequence", pool.label)
         await self.evict(pool)
         heir = self._tree.holder(pool.pool_id) if pool.pool_id in self._tree else None
         if heir is not None:
             heir.used_s = max(heir.used_s, pool.last_use_s)  # it is kept for both of them now
-        return has_saved
+        return pool, has_saved
 
     async def _made_more_room(
         self, refused: KvExhausted | SeqIdsExhausted, n_cells: int, *, for_request: bool = False
     ) -> bool:
-        """The engine refused an order. Gives whether something was evicted, so that it may try again."""
+        """The engine refused an order. Gives whether it may try again: something was evicted, or given back anyway."""
         before = self._n_evicted
         if isinstance(refused, SeqIdsExhausted):
+            if await self.one_is_freed() or (self.unsure and await self.reconcile()):
+                return True
             await self._give_sequence(for_request=for_request)
             if self._n_evicted == before:
                 refused.message = (

@@ -41,6 +41,18 @@ class Permission:
         if not self._residency.compared:
             await self._residency.reconcile()
 
+    async def seek(self) -> None:
+        """See to what is missing, as the next heartbeat would. Unless another proxy has the engine: that it asks.
+
+        Raises:  as ``require_owned``
+        """
+        if self._lease.taken_by is not None:
+            return
+        if self._watch.hooks is None or self._watch.state != "ready":
+            await self._watch.refresh()
+        if self._watch.hooks:
+            await self.require_owned()
+
     async def require_not_taken(self) -> None:
         """Raises EngineOwned (503) when another proxy manages the engine. An engine that is away is no reason."""
         if self._watch.hooks and self._watch.state == "ready":

@@ -108,17 +108,16 @@ class PoolReconciler(PoolLoader, ABC):
                 self._tree.set_residency(pool.pool_id, "resident", seq_id=SeqId(stray.seq), gen=stray.gen)
         return adopted
 
-    async def reconcile(self) -> None:
+    async def reconcile(self) -> bool:
         """Compare with what the engine lists: pools it lost go cold, sequences nobody owns are freed.
 
-        A listing during which anything changed proves nothing; then the next heartbeat tries again.
+        A listing during which anything changed proves nothing; then the next heartbeat tries again. Gives whether
+        sequences that nobody owns were freed.
         """
         async with self._reconciling:
             looked = await self._list_undisturbed()
-            if looked is None:
-                return
-            if not self._is_ours():
-                return
+            if looked is None or not self._is_ours():
+                return False
             listed, cells, since = looked
             self.saved.found(listed.saved, since)
             adopted = self._adopt_listed(listed)
@@ -156,6 +155,7 @@ class PoolReconciler(PoolLoader, ABC):
             await self.give_back_claimed(strays)
             for pool in outdated:  # what is saved was made with the same adapters
                 await self.forget_saved(pool)
+            return bool(strays)
 
     def doubt_cells(self) -> None:
         """A slot may hold something else than the books say: the engine's word for it got lost."""

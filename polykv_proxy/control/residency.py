@@ -20,7 +20,7 @@ from polykv_proxy.control.reconciling import PoolReconciler
 from polykv_proxy.control.room import Room
 from polykv_proxy.control.saved import SavedStates
 from polykv_proxy.control.watch import EngineWatch
-from polykv_proxy.errors import InvariantError, PoolNotFound
+from polykv_proxy.errors import InvariantError, PoolNotFound, SeqIdsExhausted
 from polykv_proxy.ids import PoolId, SeqId
 from polykv_proxy.tree.pool import Pool
 from polykv_proxy.tree.tree import PoolTree
@@ -133,7 +133,13 @@ class Residency(PoolReconciler):
         made = await self.load(pool)
         if made is None:
             self._require(pool)
-            made = await self._prefill_again(pool)
+            try:
+                made = await self._prefill_again(pool)
+            except SeqIdsExhausted:
+                held = self.held(pool)
+                if held is None:
+                    raise
+                return held  # one below it came back meanwhile, in the last sequence
         return await self.adopt(pool, made)
 
     async def _prefill_again(self, pool: Pool) -> Materialized:

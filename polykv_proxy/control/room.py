@@ -266,16 +266,29 @@ class Room(Promises):
         moving = {p.pool_id for _, p in self._live() if p.pool_id is not None} | self.sequences.named()
         return self.retention.spare(moving) or self._victim(idle_too=for_request)
 
+    def free_sequence_above(self, pool: Pool) -> Pool | None:
+        """Whose sequence a pool may take that comes back and finds no other: of a pool above it, unless that is pinned,
+        or somebody else runs on it. The furthest first: it comes back behind the nearest.
+        """
+        if pool.pool_id not in self._tree:
+            return None
+        others = self.running() | self.sequences.named()
+        named = {pool_id for pool_id in others if pool_id != pool.pool_id and pool_id in self._tree}
+        staying = self.retention.pinned() | with_holders(self._tree, named)
+        above = [p for p in self._tree.ancestors(pool.pool_id) if p.seq_id is not None and p.pool_id not in staying]
+        return above[-1] if above else None
+
     def running(self) -> set[PoolId]:
         """Pools of requests under way."""
-        of_turns = {s.pool_id for s in self._sessions if s.turns and s.pool_id is not None}
+        # A turn that was not sent yet leaves its session's pool, or was promised it.
+        of_turns = {t.pool_id for s in self._sessions for t in s.turns.values() if t.pool_id is not None}
         return of_turns | {p.pool_id for _, p in self._live() if p.pool_id is not None}
 
     def in_use(self, idle: Idle = "live") -> set[PoolId]:
-        """Pools of requests and orders under way, of sessions without a turn as far as ``idle`` says, all above them,
-        and who holds their cells. Automatic pools are nobody's between two turns.
+        """Pools of requests and orders under way, of sessions besides as far as ``idle`` says, all above them, and who
+        holds their cells. Automatic pools are nobody's between two turns.
         """
-        used = {p.pool_id for _, p in self._live() if p.pool_id is not None} | self.sequences.working_on()
+        used = self.running() | self.sequences.working_on()
         now_s = self._clock()
         for session in self._sessions:
             pool = self._tree.find(session.pool_id) if session.pool_id is not None and not session.closed else None
@@ -283,7 +296,7 @@ class Room(Promises):
                 continue
             counts = not pool.auto and idle != "none" and (session.named or idle != "named")
             live = idle == "open" or self._sessions.is_live(session.session_id, now_s)
-            if session.turns or (counts and live):
+            if counts and live:
                 used.add(pool.pool_id)
         return with_holders(self._tree, with_ancestors(self._tree, used))
 

@@ -32,6 +32,10 @@ STALL_S = 60.0
 """A prefill shows progress in the stats with every batch; the slowest machine needs seconds for one."""
 
 
+FREED_WITHIN_S = 2.0
+"""So long who needs a sequence waits for one that is just being given back, rather than take somebody's."""
+
+
 class EngineSequences:
     """Knows no pools. ``unsure``: the engine may hold sequences nobody owns, or have lost some of ours."""
 
@@ -42,6 +46,8 @@ class EngineSequences:
         self._tags: set[str] = set()
         self._numbers = itertools.count(1)
         self._giving: set[SeqId] = set()
+        self._n_freeing = 0
+        self._freed = asyncio.Event()
         self._n_changes = 0
         self._period = 0
         self._lost_s = float("-inf")
@@ -148,6 +154,7 @@ class EngineSequences:
             self.unsure = True
             self._giving.discard(seq_id)
             return None
+        self._n_freeing += 1
         try:
             freed = await self._engine.free(seq_id)
         except SequenceGone:
@@ -157,9 +164,23 @@ class EngineSequences:
             log.warning("sequence %d stays for now: %s", seq_id, e.message)
             return None
         finally:
+            self._n_freeing -= 1
+            self._freed.set()
             self._giving.discard(seq_id)
             self._n_changes += 1
         return freed.cells.used if freed.cells is not None else None
+
+    async def one_is_freed(self) -> bool:
+        """Wait for a sequence that is just being given back. Gives whether one was."""
+        if not self._n_freeing:
+            return False
+        self._freed.clear()
+        try:
+            async with asyncio.timeout(FREED_WITHIN_S):
+                await self._freed.wait()
+        except TimeoutError:
+            return False
+        return True
 
 
 class _Progress:

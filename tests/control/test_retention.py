@@ -47,8 +47,8 @@ def attach_session(plane: Plane, session: str, ref: str) -> None:
 def run_session(plane: Plane, session: str, ref: str) -> None:
     """A turn that does not end."""
     attach_session(plane, session, ref)
-    books = plane.control.sessions
-    books.begin(books.name(session, plane.control.clock()), plane.control.clock())
+    books, now_s = plane.control.sessions, plane.control.clock()
+    books.begin(books.name(session, now_s), now_s).sent(now_s, None, plane.control.tree.get(ref).pool_id)
 
 
 def residencies(plane: Plane) -> dict[str | None, str]:

@@ -98,8 +98,9 @@ async def test_the_pool_of_the_request_itself_is_not_evicted_for_it(plane):
 async def test_what_is_pinned_or_runs_stays_and_the_request_is_told_at_once(plane):
     await plane.create(tokens=[1] * 300, pin=True, name="pinned")
     await plane.create(tokens=[2] * 300, name="runs")
-    session = plane.control.sessions.name("s", plane.control.clock())
-    plane.control.sessions.begin(session, plane.control.clock())
+    now_s = plane.control.clock()
+    session = plane.control.sessions.name("s", now_s)
+    plane.control.sessions.begin(session, now_s).sent(now_s, None, 2)
     session.pool_id = 2
     with pytest.raises(KvExhaustedForRequest) as e:
         await decide(plane, "x" * 500)
