@@ -19,6 +19,10 @@ from .harness import EngineServer, free_port
 Json = dict[str, Any]
 GREEDY: Json = {"temperature": 0, "ignore_eos": True, "n_predict": 6}
 START_WITHIN_S = 60
+MAX_PINNED = 3
+"""Of each manager: one sequence is not pinned. If all were, nobody else's pool could be resident, and a proxy that says
+so would be right.
+"""
 
 
 def clean_env() -> dict[str, str]:
@@ -153,7 +157,8 @@ class Manager:
         pool = self._any()
         if pool is None:
             return
-        verb = self.rng.choice(["pin", "unpin", "unpin"])
+        n_pinned = sum(held.pinned or name in self.maybe_pinned for name, held in self.held.items())
+        verb = self.rng.choice(["pin", "unpin", "unpin"] if n_pinned < MAX_PINNED else ["unpin"])
         self.maybe_pinned.add(pool.name)
         answer = client.post(f"/polykv/pools/{pool.name}/{verb}")
         if answer.status_code == 200:

@@ -201,7 +201,8 @@ def answer_right(url: str, question: Question) -> None:
     answer = httpx.post(f"{url}/completion", json=body | {"return_tokens": True}, timeout=60, trust_env=False)
     told = answer.raise_for_status().json()
     assert told["tokens"] == question.tokens
-    assert told["polykv"]["miss_reason"] is None
+    held = [(pool["name"], pool["residency"], pool["seq_id"], pool["pinned"]) for pool in tree(url)["pools"]]
+    assert told["polykv"]["miss_reason"] is None, (question.pool, held)
     assert told["polykv"]["cached_n_tokens"] >= told["polykv"]["prefix_n_tokens"] > 0
 
 
