@@ -24,6 +24,17 @@ _HELD = {
     "pool": "until its pool was back in the cache",
     "shared_prefill": "for another request that begins alike",
     "saved_state": "while saved state of a pool or session was written or loaded for it",
+    "admission": "to be let into its pool",
+    "turn": "while it would have pushed others below the floor",
+}
+_GATE = {
+    "queued": "waits to be let in",
+    "admitted": "let in",
+    "guaranteed": "let in by the guarantee",
+    "overcommitted": "let in by overcommit",
+    "warned": "let in although there is no room, as the policy warns only",
+    "continuation": "known, it goes on",
+    "refused": "not let in",
 }
 _REASONS = {
     "no_pool": "no pool fits: there are none, or not the one that was named",
@@ -89,6 +100,7 @@ def told(receipt: dict[str, Any]) -> list[str]:
         f"at      {received}, {end}",
         *_who(receipt),
         *_prefix(receipt),
+        *_admission(receipt),
         *_times(receipt),
     ]
     if receipt["error"] == "truncated":
@@ -129,6 +141,31 @@ def _prefix(receipt: dict[str, Any]) -> list[str]:
         reason = receipt["miss_reason"]
         lines.append(f"missed  {reason}: {_REASONS[reason]}" if reason in _REASONS else f"missed  {reason}")
     return lines
+
+
+def _admission(receipt: dict[str, Any]) -> list[str]:
+    """How it came past the gate; nothing where no policy holds."""
+    gate = receipt.get("admission")
+    if gate is None:
+        return []
+    line = f"gate    {_GATE.get(gate['decision'], gate['decision'])}"
+    if gate["reason"] not in (None, "ok", "continuation", "guaranteed minimum", "overcommit"):
+        line += f": {gate['reason']}"
+    if gate["waits_for"] is not None:
+        line += "" if gate["decision"] == "queued" else "; its turn is held"
+        line += f", {_nth(gate['place'])} in line" if gate["place"] else ""
+        line += f", about {_ms(gate['eta_ms'] / 1e3)} to go" if gate["eta_ms"] is not None else ""
+    parts = [
+        (gate[f"projected_mean_tps_{by}"], f"tok/s forecast {how}")
+        for by, how in (
+            ("model", "for a saturated engine"),
+            ("measured", "by earlier admissions"),
+            ("roofline", "by the fit"),
+        )
+    ]
+    parts.append((gate["settled_mean_tps"], "tok/s once it had settled"))
+    known = ", ".join(f"{value:.1f} {what}" for value, what in parts if value is not None)
+    return [f"{line}; {known}" if known else line]
 
 
 def _times(receipt: dict[str, Any]) -> list[str]:

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
+import pytest
 import pytest_asyncio
 from aiohttp.test_utils import TestServer
 from typer.testing import CliRunner, Result
@@ -56,6 +57,63 @@ def test_who_was_refused_after_a_wait() -> None:
         "held    30,000 ms for free cells",
         "times   ended after 30,000 ms",
     ]
+
+
+ADMISSION: dict[str, Any] = {
+    **{"decision": "admitted", "reason": "ok", "scope": 1, "waits_for": None, "place": None, "eta_ms": None},
+    **{"sessions_remaining": None, "projected_mean_tps_model": 9.5, "projected_mean_tps_measured": 9.25},
+    **{"projected_mean_tps_roofline": None, "settled_mean_tps": 9.3},
+}
+
+
+@pytest.mark.parametrize(
+    ("changed", "line"),
+    [
+        (
+            {},
+            "gate    let in; 9.5 tok/s forecast for a saturated engine, 9.2 tok/s forecast by earlier admissions, "
+            "9.3 tok/s once it had settled",
+        ),
+        (
+            {"decision": "queued", "reason": "kv headroom exhausted", "waits_for": "admission", "place": 2}
+            | {"eta_ms": 1500, "projected_mean_tps_model": None, "projected_mean_tps_measured": None}
+            | {"settled_mean_tps": None},
+            "gate    waits to be let in: kv headroom exhausted, 2nd in line, about 1,500 ms to go",
+        ),
+        (
+            {"decision": "continuation", "reason": "continuation", "waits_for": "turn", "place": 1}
+            | {"projected_mean_tps_model": None, "projected_mean_tps_measured": None, "settled_mean_tps": None},
+            "gate    known, it goes on; its turn is held, 1st in line",
+        ),
+        (
+            {"decision": "admitted", "reason": "projected mean tps below floor", "settled_mean_tps": None}
+            | {"projected_mean_tps_measured": None},
+            "gate    let in: projected mean tps below floor; 9.5 tok/s forecast for a saturated engine",
+        ),
+    ],
+)
+def test_how_it_came_past_the_gate(changed: dict[str, Any], line: str) -> None:
+    receipt = {
+        **{"request_id": "r", "path": "/completion", "stream": False, "received_ts": 1.0, "sent_ts": None},
+        **{"first_token_ts": None, "ended_ts": None, "status": None, "error": None, "decision": None, "message": None},
+        **{"session_id": "s", "parent_session_id": None, "slot_id": None, "displaced": [], "held_ms": {}},
+        **{"predicted_n": None, "divergence": None, "normalised": [], "admission": ADMISSION | changed},
+    }
+    assert told(receipt)[-1] == line
+    assert not any(line.startswith("gate") for line in told(receipt | {"admission": None}))
+
+
+async def test_the_gate_is_told_of_requests_that_came_past_one(proxy: str) -> None:
+    async with httpx.AsyncClient(base_url=proxy, trust_env=False) as client:
+        body = {"prompt": RULES + "Go.", "n_predict": 2}
+        await client.post("/polykv/pools", json={"prompt": RULES, "name": "rules"})
+        await client.post("/completion", json=body, headers={"x-request-id": "before"})
+        policy = {"target_tps_per_session": 1e6, "mode": "enforced", "guarantee_min_sessions": 9}
+        assert (await client.post("/polykv/pools/rules/admission", json=policy)).status_code == 200
+        fields = {"session_id": "new", "pool_id": "rules"}
+        await client.post("/completion", json=body | fields, headers={"x-request-id": "after"})
+    assert "gate" not in (await explain(proxy, "before")).stdout
+    assert "gate    let in by the guarantee" in (await explain(proxy, "after")).stdout
 
 
 async def test_the_latest_and_one_by_its_id(proxy: str) -> None:
