@@ -155,9 +155,7 @@ def decide(question: Question, situation: Situation) -> Capacity:
     n_kv = _n_by_kv(question, situation)
     below_guarantee = policy is not None and situation.n_pool_sessions < policy.guarantee_min_sessions
 
-    def verdict() -> tuple[bool, str]:
-        if question.known:
-            return True, CONTINUATION
+    def of_new() -> tuple[bool, str]:
         hard = _context_arm(question, facts)
         if hard is not None:
             return False, hard
@@ -175,10 +173,12 @@ def decide(question: Question, situation: Situation) -> Capacity:
             return False, FLOOR_IDLE if projection.is_idle else FLOOR
         return True, OK
 
-    can_admit, reason = verdict()
+    can_admit, reason = of_new()
     headroom = _headroom(projection, n_kv, can_admit=can_admit)
     if can_admit and reason == GUARANTEED and policy is not None:
         headroom = max(headroom or 0, policy.guarantee_min_sessions - situation.n_pool_sessions)
+    if question.known:  # it takes no new place: how many others could come is told all the same
+        can_admit, reason = True, CONTINUATION
     streams = facts.streams if facts is not None else None
     if streams is not None and headroom is not None:
         headroom = min(headroom, streams.n_free)

@@ -8,9 +8,10 @@ import httpx
 import pytest
 import pytest_asyncio
 
+from polykv_proxy.gate.outcome import Counts
 from tests.contract.conftest import error_of, made
 from tests.fake_engine import FakeEngine
-from tests.relay.conftest import Proxy
+from tests.relay.conftest import Proxy, ProxyMaker
 from tests.relay.raw import until
 
 ROOT = "You are one of many agents who share this text. "
@@ -112,3 +113,204 @@ async def test_the_refusal_is_in_the_dialect_of_the_client(
     assert error_of(answer)["code"] == "pool_saturated"
     assert (answer.json().get("type") == "error") == (path == "/v1/messages")
     assert answer.headers["x-polykv-reason"] == "projected mean tps below floor"
+
+
+async def test_who_is_refused_was_asked_to_come_back_and_may(proxy: Proxy, busy: Busy) -> None:
+    await set_policy(proxy, settle_max_ms=0)
+    await busy.begin()
+    for headers in ({}, {"x-stainless-retry-count": "1"}):
+        answer = await proxy.client.post("/completion", json=body_of("new"), headers=headers)
+        assert answer.status_code == 429
+    counts = proxy.control.door.counts
+    assert (counts.refused.total(), counts.n_retries_refused) == (1, 1)
+    assert (await proxy.client.get("/polykv/sessions/new")).json()["n_turns"] == 2
+    await busy.end()
+    await until(lambda: proxy.control.door.gate.measured.rates.n_active == 0)
+    assert (await post(proxy, "new", pool_id="root", overcommit=True)).status_code == 200
+
+
+async def test_a_queued_session_waits_in_sight_and_is_served(proxy: Proxy, busy: Busy) -> None:
+    await set_policy(proxy, settle_max_ms=0, on_saturation="queue")
+    await busy.begin()
+    waits = [asyncio.create_task(post(proxy, f"new{i}")) for i in range(2)]
+    await until(lambda: proxy.control.door.n_waiting == 2)
+    shown = await admissions(proxy)
+    assert sorted(a["place"] for a in shown if a is not None and a["decision"] == "queued") == [1, 2]
+    assert {a["waits_for"] for a in shown if a is not None and a["decision"] == "queued"} == {"admission"}
+    assert proxy.relay.desk.n_waiting == 0  # nobody holds a slot, or a place in its line, who is not in yet
+    await set_policy(proxy, settle_max_ms=0, on_saturation="queue", target_tps_per_session=1e-3)
+    for answer in await asyncio.gather(*waits):
+        assert answer.status_code == 200
+        assert answer.json()["polykv"]["hold_ms"] > 0
+    (last, *_) = (await proxy.client.get("/polykv/requests")).json()["requests"]
+    assert last["held_ms"]["admission"] == last["hold_ms"]
+    assert (last["admission"]["decision"], last["admission"]["place"]) == ("admitted", None)
+
+
+async def test_a_full_line_refuses(proxy: Proxy, busy: Busy) -> None:
+    await set_policy(proxy, settle_max_ms=0, on_saturation="queue", max_queue=1)
+    await busy.begin()
+    waits = asyncio.create_task(post(proxy, "first"))
+    await until(lambda: proxy.control.door.n_waiting == 1)
+    answer = await post(proxy, "second")
+    assert (answer.status_code, error_of(answer)["code"]) == (429, "queue_full")
+    assert answer.headers["x-polykv-reason"] == "projected mean tps below floor"
+    waits.cancel()
+    await asyncio.wait([waits])
+    await until(lambda: proxy.control.door.n_waiting == 0)  # its place is free as soon as it is gone
+
+
+async def test_who_waited_in_vain_is_told(proxy: Proxy, busy: Busy) -> None:
+    await set_policy(proxy, settle_max_ms=0, on_saturation="queue", queue_timeout_ms=50)
+    await busy.begin()
+    answer = await post(proxy, "new", stream=True)
+    assert (answer.status_code, error_of(answer)["code"]) == (429, "queue_timeout")
+    (last, *_) = (await proxy.client.get("/polykv/requests")).json()["requests"]
+    assert last["held_ms"]["admission"] >= 50
+    assert (last["decision"], last["admission"]["decision"], last["error"]) == ("refused", "refused", "queue_timeout")
+
+
+async def test_a_continuation_is_never_refused(engine: FakeEngine, proxy: Proxy, busy: Busy) -> None:
+    assert (await post(proxy, "old")).status_code == 200  # before there was a policy
+    await set_policy(proxy, settle_max_ms=0)
+    await busy.begin()
+    for _ in range(3):
+        assert (await post(proxy, "old")).status_code == 200
+    assert (await admissions(proxy))[0]["decision"] == "continuation"
+    assert (await post(proxy, "new")).status_code == 429
+
+
+async def test_two_turns_of_one_session_at_once_count_twice(proxy: Proxy, busy: Busy) -> None:
+    await set_policy(proxy, settle_max_ms=0)
+    await busy.begin()
+    assert (await post(proxy, "busy")).status_code == 429
+    assert (await post(proxy, "busy", overcommit=True)).status_code == 200
+    assert (await admissions(proxy))[0]["decision"] == "overcommitted"
+
+
+async def test_every_pool_gets_its_first_session(proxy: Proxy, busy: Busy) -> None:
+    await set_policy(proxy)
+    leaf = ROOT + "You are the leaf among them. "
+    await made(proxy, "/polykv/pools/root/fork", prompt=leaf, name="leaf")
+    await busy.begin()
+    answer = await proxy.client.post(
+        "/completion", json={"prompt": leaf + "Go.", "n_predict": 2, "session_id": "first", "pool_id": "leaf"}
+    )
+    assert answer.status_code == 200
+    (last, *_) = await admissions(proxy)
+    assert (last["decision"], last["reason"], last["scope"]) == ("guaranteed", "guaranteed minimum", 1)
+
+
+async def test_overcommit_goes_past_the_floor_by_field_and_by_header(proxy: Proxy, busy: Busy) -> None:
+    await set_policy(proxy, settle_max_ms=0)
+    await busy.begin()
+    assert (await post(proxy, "a", overcommit=True)).status_code == 200
+    answer = await proxy.client.post("/completion", json=body_of("b"), headers={"x-polykv-overcommit": "1"})
+    assert answer.status_code == 200
+    assert (await post(proxy, "c", overcommit=False)).status_code == 429
+
+
+async def test_nothing_goes_past_the_context(engine: FakeEngine, proxy: Proxy, busy: Busy) -> None:
+    await set_policy(proxy, settle_max_ms=0)
+    await busy.begin()
+    used = engine.cache.used()
+    long = ROOT + "x" * (engine.n_cells - used - 1000)
+    body = {"prompt": long, "session_id": "long", "n_predict": 4000, "overcommit": True}
+    engine.n_cells = engine.cache.n_cells = used + 3000
+    await until(lambda: (f := proxy.control.door.gate.measured.facts) is not None and f.cells_total == used + 3000)
+    answer = await proxy.client.post("/completion", json=body)
+    assert answer.status_code == 429
+    assert answer.headers["x-polykv-reason"] == "context headroom exhausted"
+
+
+async def test_a_policy_that_warns_lets_in_and_says_how_many_more(proxy: Proxy, busy: Busy) -> None:
+    await set_policy(proxy, settle_max_ms=0, on_saturation="warn")
+    await busy.begin()
+    answer = await post(proxy, "new")
+    assert (answer.status_code, answer.headers["x-sessions-remaining"]) == (200, "0")
+    assert answer.json()["polykv"]["sessions_remaining"] == 0
+    assert (await admissions(proxy))[0]["decision"] == "warned"
+    again = await post(proxy, "new")
+    assert (again.status_code, again.headers["x-sessions-remaining"]) == (200, "0")
+    await set_policy(proxy, settle_max_ms=0, on_saturation="warn", target_tps_per_session=1e-3)
+    assert int((await post(proxy, "newer")).headers["x-sessions-remaining"]) > 0
+
+
+async def test_an_advisory_policy_refuses_nobody_and_says_what_it_would_have_done(proxy: Proxy, busy: Busy) -> None:
+    await set_policy(proxy, settle_max_ms=0, mode="advisory")
+    await busy.begin()
+    answer = await post(proxy, "new")
+    assert answer.status_code == 200
+    assert "x-sessions-remaining" not in answer.headers
+    (last, *_) = await admissions(proxy)
+    assert (last["decision"], last["reason"]) == ("admitted", "projected mean tps below floor")
+
+
+async def test_a_new_session_waits_for_the_measurement_of_the_one_before(proxy: Proxy, busy: Busy) -> None:
+    await set_policy(proxy, target_tps_per_session=1e-3, settle_tokens=20, settle_max_ms=60_000)
+    await busy.begin()
+    answer = await post(proxy, "new", n_predict=30)
+    assert answer.status_code == 200
+    (last, *_) = await admissions(proxy)
+    assert last["decision"] == "admitted"
+
+
+async def test_unpooled_requests_are_not_asked(proxy: Proxy, busy: Busy) -> None:
+    await set_policy(proxy, settle_max_ms=0, guarantee_min_sessions=0)
+    for body in ({"prompt": "Something else."}, body_of("no", cache_prompt=False)):
+        answer = await proxy.client.post("/completion", json={"n_predict": 2, "session_id": "x", **body})
+        assert answer.status_code == 200
+    assert (await admissions(proxy))[0] is None
+
+
+async def test_a_turn_is_held_and_never_refused(engine: FakeEngine, proxy: Proxy, busy: Busy) -> None:
+    assert (await post(proxy, "old")).status_code == 200
+    await set_policy(proxy, max_turn_hold_ms=60_000)
+    await busy.begin()
+    turn = asyncio.create_task(post(proxy, "old"))
+    await until(lambda: proxy.control.door.n_held == 1)
+    (shown, *_) = await admissions(proxy)
+    assert (shown["decision"], shown["waits_for"], shown["place"]) == ("continuation", "turn", 1)
+    await busy.end()
+    answer = await turn
+    assert answer.status_code == 200
+    (last, *_) = (await proxy.client.get("/polykv/requests")).json()["requests"]
+    assert last["held_ms"]["turn"] > 0
+    assert answer.json()["polykv"]["hold_ms"] == last["hold_ms"] >= last["held_ms"]["turn"]
+
+
+async def test_a_held_turn_whose_client_leaves_is_gone(engine: FakeEngine, proxy: Proxy, busy: Busy) -> None:
+    assert (await post(proxy, "old")).status_code == 200
+    await set_policy(proxy, max_turn_hold_ms=60_000)
+    await busy.begin()
+    n_sent = len(engine.requests("/completion"))
+    turn = asyncio.create_task(post(proxy, "old"))
+    await until(lambda: proxy.control.door.n_held == 1)
+    turn.cancel()
+    await asyncio.wait([turn])
+    await until(lambda: proxy.control.door.n_held == 0)
+    assert len(engine.requests("/completion")) == n_sent
+
+
+async def test_without_a_policy_nothing_of_it_is_there(engine: FakeEngine, make_proxy: ProxyMaker) -> None:
+    """The same requests, the same replies and the same questions to the engine, before a policy and after it."""
+    seen = []
+    for with_one in (False, True, False):
+        async with make_proxy(engine.url) as proxy:
+            await made(proxy, prompt=ROOT, name="root")
+            if with_one:
+                await set_policy(proxy)
+                await proxy.client.delete("/polykv/pools/root/admission")
+            await until(lambda p=proxy: p.control.door._reader is None or p.control.door._reader.done())
+            answer = await post(proxy, "s")
+            said = answer.json()
+            said.pop("timings")
+            said["polykv"].pop("session_tps")
+            sent = engine.requests("/completion")[-1].json()
+            for own in ("shared_pool_epoch", "shared_pool_gen", "shared_pool_slot"):
+                sent.pop(own)
+            seen.append((sorted(answer.headers.keys()), said, sent, await admissions(proxy)))
+            assert proxy.control.door.counts == Counts()
+        await engine.restart()
+    assert seen[0] == seen[1] == seen[2]
+    assert "x-sessions-remaining" not in seen[0][0]
