@@ -5,6 +5,7 @@ import logging
 import shutil
 import sqlite3
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from polykv_proxy.ids import PoolId
+from polykv_proxy.store import PoolRow
 from polykv_proxy.store.database import Database, Released
+from polykv_proxy.store.rows import seal_policy
 from tests.store.make import MODEL, altered, beside, child, digest, family, left, opened, put, read, root, rows, written
 
 PAGE = 4096
@@ -62,11 +65,25 @@ async def test_torn_within_a_page(path: Path, caplog: pytest.LogCaptureFixture) 
 
 @pytest.fixture(scope="module")
 def sound() -> bytes:
-    """A sound journal of the family."""
+    """A sound journal of the family, whose second pool has a policy."""
+
+    async def write(path: Path) -> None:
+        await written(path, family())
+        async with opened(path) as (journal, _):
+            await journal.policy_changed(family()[1].pool_id, POLICY)
+
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "pools.db"
-        asyncio.run(written(path, family()))
+        asyncio.run(write(path))
         return read(path)
+
+
+POLICY = {"target_tps_per_session": 12.5, "mode": "enforced"}
+
+
+def sound_rows() -> list[PoolRow]:
+    first, second, *others = rows(family())
+    return [first, replace(second, policy=POLICY), *others]
 
 
 @given(flips=st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(1, 255)), min_size=1, max_size=8))
@@ -83,12 +100,30 @@ def test_flipped_bytes_never_make_a_wrong_pool(sound: bytes, flips: list[tuple[f
             put(path, damaged)
             async with opened(path) as (journal, found):
                 if journal.status["saved_copy"] is None:
-                    assert (list(found.rows), found.fingerprint, found.next_id) == (rows(family()), MODEL, 6)
+                    assert (list(found.rows), found.fingerprint, found.next_id) == (sound_rows(), MODEL, 6)
                 else:
                     assert found.rows == []
                     assert read(journal.status["saved_copy"]) == damaged
                 await journal.bind(MODEL)
                 await journal.pool_added(root(6, 1))
+
+    asyncio.run(check())
+
+
+@given(where=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
+def test_any_flipped_bit_of_a_policy_is_noticed(sound: bytes, where: float, bit: int) -> None:
+    text, _ = seal_policy(family()[1].pool_id, POLICY)
+    at = sound.index(text.encode()) + int(where * len(text))
+    damaged = bytearray(sound)
+    damaged[at] ^= 1 << bit
+
+    async def check() -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "pools.db"
+            put(path, damaged)
+            async with opened(path) as (journal, found):
+                assert found.rows == []
+                assert journal.status["saved_copy"] is not None
 
     asyncio.run(check())
 
