@@ -19,6 +19,8 @@ from polykv_proxy.cli.demo.content import BASE, INSTRUCTIONS, TASK_GROUP, WEB_GR
 from polykv_proxy.cli.demo.report import agents_table, comparison_notes, comparison_table, first_words
 from polykv_proxy.cli.demo.stack import Sizes, Stack
 from polykv_proxy.engine.problem import EngineProblem
+from tests.engine.binaries import chat_model_path
+from tests.engine.tiny_models import tiny_model_path
 from tests.fake_engine import FakeEngine
 
 
@@ -161,9 +163,12 @@ def descendants(pid: int) -> set[int]:
 
 
 @pytest.mark.engine
-def test_demo_shows_reuse_on_the_real_engine() -> None:
+@pytest.mark.parametrize("model", ["tiny", pytest.param("chat", marks=pytest.mark.slow)])
+def test_demo_shows_reuse_on_the_real_engine(model: str) -> None:
+    """The tiny model has the chat model's vocabulary and template: the same prompts, prefilled in no time."""
+    chosen = ("--model", str(tiny_model_path("dense", chat_model_path()))) if model == "tiny" else ()
     done = subprocess.run(
-        demo_command("--json", "--no-compare", "--n-predict", "8"),
+        demo_command("--json", "--no-compare", "--n-predict", "8", *chosen),
         capture_output=True,
         text=True,
         check=False,

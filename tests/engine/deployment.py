@@ -7,6 +7,7 @@ from typing import Any, Self
 
 import httpx
 
+from . import loopback
 from .binaries import binary_path
 from .harness import EngineServer
 from .restarts import ProxyProcess, kill_engine
@@ -85,5 +86,5 @@ class Deployment:
         httpx.put(owner, json={"id": holder, "ttl_s": 0}, timeout=60).raise_for_status()
 
     def _engine(self, path: str) -> dict[str, Any]:
-        answer: dict[str, Any] = httpx.get(self.engine.url + path, timeout=60).raise_for_status().json()
+        answer: dict[str, Any] = loopback.get(self.engine.url + path, timeout=60).raise_for_status().json()
         return answer

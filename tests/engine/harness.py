@@ -38,7 +38,7 @@ class EngineServer:
         self.command += ["-m", str(model), "-t", "1", *flags]
         self.log_path = log_dir / f"{name}-{self.port}.log"
         # llama-server closes a connection that was idle for 5 s; giving it up sooner avoids meeting it half closed.
-        self.http = httpx.Client(base_url=self.url, timeout=300, limits=httpx.Limits(keepalive_expiry=1))
+        self.http = httpx.Client(base_url=self.url, timeout=300, verify=False, limits=httpx.Limits(keepalive_expiry=1))
         self.process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:

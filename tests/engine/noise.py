@@ -22,11 +22,12 @@ class Noise:
         self.n_vocab = len(texts)
         self.words = {token: text for token, text in enumerate(texts) if _WORD.fullmatch(text)}
         self._ids = list(self.words)
+        self._beginnings = [text for text in self.words.values() if text.startswith("Ġ")]
 
     def __call__(self, seed: int, n: int) -> list[int]:
         return random.Random(seed).choices(self._ids, k=n)
 
     def text(self, seed: int, n_words: int) -> str:
         """Words that stand for about as many tokens (a tokenizer may cut some of them otherwise)."""
-        drawn = random.Random(seed).choices([text for text in self.words.values() if text.startswith("Ġ")], k=n_words)
+        drawn = random.Random(seed).choices(self._beginnings, k=n_words)
         return "".join(drawn).replace("Ġ", " ").strip()

@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 
+from . import loopback
 from .binaries import binary_path
 from .noise import Noise
 from .stack import ProxyStack
@@ -58,7 +59,7 @@ class Client:
         self.trunk = list(trunk)
 
     def stats(self) -> dict[str, Any]:
-        stats: dict[str, Any] = httpx.get(f"{self.stack.engine_url}/polykv/engine/stats", timeout=60).json()
+        stats: dict[str, Any] = loopback.get(f"{self.stack.engine_url}/polykv/engine/stats", timeout=60).json()
         return stats
 
     def make_pool(self, **source: Any) -> dict[str, Any]:
@@ -92,7 +93,7 @@ class Client:
         return self.ask("/completion", completion(prompt, **more))
 
     def direct(self, path: str, body: dict[str, Any]) -> httpx.Response:
-        return httpx.post(self.stack.engine_url + path, json=body, headers=CLOSING, timeout=120)
+        return loopback.post(self.stack.engine_url + path, json=body, headers=CLOSING, timeout=120)
 
     def full(self, prompt: Any, **more: Any) -> list[int]:
         """The engine's own answer after a full prefill."""

@@ -304,7 +304,7 @@ class Crowd:
                 self._go.wait(0.05)
                 continue
             try:
-                with httpx.Client(base_url=self._url, timeout=60, trust_env=False) as client:
+                with httpx.Client(base_url=self._url, timeout=60, trust_env=False, verify=False) as client:
                     while self._go.is_set() and not self._end.is_set():
                         actor.step(client)
             except httpx.TransportError:

@@ -53,7 +53,7 @@ class ProxyStack:
         self.engine_url: str = facts["engine"]
         self.engine_pid: int = facts["engine_pid"]
         self.proxy_pid: int = facts["proxy_pid"]
-        self.http = httpx.Client(base_url=self.url, timeout=300, limits=httpx.Limits(keepalive_expiry=1))
+        self.http = httpx.Client(base_url=self.url, timeout=300, verify=False, limits=httpx.Limits(keepalive_expiry=1))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:

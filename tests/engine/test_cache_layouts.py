@@ -13,6 +13,7 @@ from typing import Any, Literal
 import httpx
 import pytest
 
+from . import loopback
 from .binaries import binary_path
 from .divergence import Distribution, bound, mean_divergence
 from .harness import EngineServer
@@ -88,7 +89,7 @@ class Site:
 
     def listed(self, made: dict[str, Any]) -> dict[str, Any]:
         """A pool as the engine lists it."""
-        listing = httpx.get(f"{self.client.stack.engine_url}/polykv/engine/pools").json()
+        listing = loopback.get(f"{self.client.stack.engine_url}/polykv/engine/pools").json()
         return next(pool for pool in listing["pools"] if pool["seq"] == made["seq_id"])
 
     def view(self) -> dict[str, Any]:

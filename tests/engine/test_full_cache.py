@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from . import loopback
 from .binaries import binary_path
 from .noise import Noise
 from .stack import ProxyStack
@@ -59,7 +60,7 @@ def test_room_is_made_for_requests_without_a_pool(stack: ProxyStack, noise: Nois
     assert (residency(stack, old), residency(stack, new)) == ("warm", "resident")
 
     # What is longer than the context is the engine's to refuse, and nothing is evicted for it.
-    own = httpx.post(stack.engine_url + PATH, json={"prompt": noise(13, N_CTX + 1)}, timeout=60)
+    own = loopback.post(stack.engine_url + PATH, json={"prompt": noise(13, N_CTX + 1)}, timeout=60)
     answer = ask(stack, noise(13, N_CTX + 1), 1)
     assert (answer.status_code, answer.content) == (400, own.content)
     assert answer.json()["error"]["type"] == "exceed_context_size_error"

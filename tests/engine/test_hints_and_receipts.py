@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
+from . import loopback
 from .binaries import binary_path
 from .stack import ProxyStack
 from .tiny_models import tiny_model_path
@@ -34,7 +34,7 @@ def text(said: str, mark: dict[str, Any] | None = None, kind: str = "text") -> d
 
 
 def tokens_of(stack: ProxyStack, path: str, body: dict[str, Any]) -> list[int]:
-    answer = httpx.post(f"{stack.engine_url}/polykv/engine/render", json={"path": path, "body": body}, timeout=60)
+    answer = loopback.post(f"{stack.engine_url}/polykv/engine/render", json={"path": path, "body": body}, timeout=60)
     assert answer.status_code == 200, answer.text
     tokens: list[int] = answer.json()["tokens"]
     return tokens

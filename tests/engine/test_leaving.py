@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from . import loopback
 from .conftest import SMALL, Launcher
 from .hooks import Engine, Running
 from .noise import Noise
@@ -127,7 +128,7 @@ def test_twelve_pools_at_once_on_six_sequences(launch: Launcher, noise: Noise) -
 
     def make(seed: int) -> httpx.Response:
         body = {"op": "materialize", "tokens": noise(seed, 400), "seq": -1, "parent_seq": -1, "tag": str(seed)}
-        return httpx.post(engine.server.url + POOLS, json=body, timeout=60)
+        return loopback.post(engine.server.url + POOLS, json=body, timeout=60)
 
     with ThreadPoolExecutor(12) as threads:
         replies = list(threads.map(make, range(12)))

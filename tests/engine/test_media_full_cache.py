@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 
+from . import loopback
 from .binaries import binary_path
 from .noise import Noise
 from .pictures import CHAT, QUESTION, Json, chat, picture, seeing, text_of
@@ -67,16 +67,20 @@ def test_an_idle_pool_leaves_for_a_picture(full: ProxyStack, path: str, body: Js
 def test_its_answer_is_the_engines_own(full: ProxyStack) -> None:
     body = chat(SYSTEM, seeing(2))
     reply = full.http.post(CHAT, json=body).raise_for_status().json()
-    own = httpx.post(full.engine_url + CHAT, json=body | {"cache_prompt": False}, timeout=120).raise_for_status().json()
+    own = (
+        loopback.post(full.engine_url + CHAT, json=body | {"cache_prompt": False}, timeout=120)
+        .raise_for_status()
+        .json()
+    )
     assert text_of(reply) == text_of(own)
     assert reply["usage"]["prompt_tokens"] == own["usage"]["prompt_tokens"]
-    counted = httpx.post(f"{full.engine_url}{CHAT}/input_tokens", json=body, timeout=120).raise_for_status().json()
+    counted = loopback.post(f"{full.engine_url}{CHAT}/input_tokens", json=body, timeout=120).raise_for_status().json()
     assert counted["input_tokens"] == own["usage"]["prompt_tokens"]
 
 
 def test_pools_leave_for_a_picture_in_a_plain_prompt(full: ProxyStack) -> None:
     """Nobody counts those: room is made for a guess, which is more than this cache has."""
-    marker = httpx.get(f"{full.engine_url}/props", timeout=60).raise_for_status().json()["media_marker"]
+    marker = loopback.get(f"{full.engine_url}/props", timeout=60).raise_for_status().json()["media_marker"]
     prompt = {"prompt_string": f"{SYSTEM}{marker}{QUESTION}", "multimodal_data": [SOURCE["data"]]}
     answer = full.http.post("/completion", json={"prompt": prompt, "n_predict": 16})
     assert answer.status_code == 200, answer.text

@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
+from . import loopback
 from .binaries import binary_path
 from .noise import Noise
 from .pictures import CHAT, N_ANSWER, QUESTION, Json, chat, picture, seeing, text_of
@@ -60,11 +61,11 @@ class Seeing:
     def right(self, path: str, body: Json) -> Json:
         """The engine's own answer after a full prefill."""
         full = {**body, "cache_prompt": False}
-        reply: Json = httpx.post(self.stack.engine_url + path, json=full, timeout=120).raise_for_status().json()
+        reply: Json = loopback.post(self.stack.engine_url + path, json=full, timeout=120).raise_for_status().json()
         return reply
 
     def last_task(self) -> Json:
-        stats = httpx.get(f"{self.stack.engine_url}/polykv/engine/stats", timeout=60).json()
+        stats = loopback.get(f"{self.stack.engine_url}/polykv/engine/stats", timeout=60).json()
         task: Json = stats["finished"][-1]
         return task
 

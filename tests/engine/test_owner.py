@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
-import httpx
 import pytest
 
+from . import loopback
 from .conftest import Launcher
 from .hooks import Engine
 from .noise import Noise
@@ -53,14 +53,14 @@ def test_a_second_proxy_is_sent_away_and_the_next_takes_over_from_one_that_was_k
     first.kill()
     second.start()
     assert create(second, noise(3, 60), "after") == 201
-    shown = httpx.get(f"{second.url}/polykv/pools", timeout=60, trust_env=False).json()["pools"]
+    shown = loopback.get(f"{second.url}/polykv/pools", timeout=60).json()["pools"]
     assert [pool["name"] for pool in shown] == ["after"], "its own journal, not that of the first one"
     assert held(engine) == [shown[0]["seq_id"]], "what the first one left is freed"
 
 
 def create(proxy: ProxyProcess, tokens: list[int], name: str) -> int:
     body = {"tokens": tokens, "name": name}
-    return httpx.post(f"{proxy.url}/polykv/pools", json=body, timeout=60, trust_env=False).status_code
+    return loopback.post(f"{proxy.url}/polykv/pools", json=body, timeout=60).status_code
 
 
 def held(engine: Engine) -> list[int]:

@@ -21,6 +21,7 @@ from typing import Any
 import httpx
 import pytest
 
+from . import loopback
 from .binaries import binary_path
 from .noise import Noise
 from .stack import ProxyStack
@@ -114,7 +115,7 @@ class Talk:
         return [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
 
     def _task(self) -> dict[str, Any]:
-        stats: dict[str, Any] = httpx.get(f"{self.stack.engine_url}/polykv/engine/stats", timeout=60).json()
+        stats: dict[str, Any] = loopback.get(f"{self.stack.engine_url}/polykv/engine/stats", timeout=60).json()
         task: dict[str, Any] = stats["finished"][-1]
         return task
 
@@ -152,7 +153,7 @@ def test_no_turn_of_twelve_sessions_is_prefilled_twice(
 
 def assert_answer_of_a_full_prefill(stack: ProxyStack, prompt: list[int], tokens: list[int]) -> None:
     body = {"prompt": prompt, "n_predict": N_ANSWER, "return_tokens": True, "n_probs": 2, "cache_prompt": False}
-    full = httpx.post(f"{stack.engine_url}/completion", json=body | GREEDY, timeout=120).raise_for_status().json()
+    full = loopback.post(f"{stack.engine_url}/completion", json=body | GREEDY, timeout=120).raise_for_status().json()
     assert full["timings"]["cache_n"] == 0
     if full["tokens"] != tokens:
         apart = next(i for i, pair in enumerate(zip(full["tokens"], tokens, strict=True)) if pair[0] != pair[1])
@@ -186,7 +187,7 @@ def test_parked_sessions_outlive_a_killed_engine(chat_model: Path, tmp_path: Pat
 
 
 def engine(stack: ProxyStack, what: str) -> dict[str, Any]:
-    answer: dict[str, Any] = httpx.get(f"{stack.engine_url}/polykv/engine/{what}", timeout=60).json()
+    answer: dict[str, Any] = loopback.get(f"{stack.engine_url}/polykv/engine/{what}", timeout=60).json()
     return answer
 
 

@@ -11,6 +11,7 @@ import httpx
 import pytest
 import xxhash
 
+from . import loopback
 from .conftest import POOLS, Launcher
 from .hooks import Answer, Engine
 from .noise import Noise
@@ -137,14 +138,14 @@ def test_killed_at_any_moment_nothing_is_lost_and_nothing_wrong(
 
 def ill(url: str) -> str | None:
     try:
-        answer = httpx.get(f"{url}/polykv/health", timeout=10, trust_env=False)
+        answer = loopback.get(f"{url}/polykv/health", timeout=10)
     except httpx.TransportError as e:
         return repr(e)
     return None if answer.status_code == 200 else answer.text
 
 
 def tree(url: str) -> Json:
-    shown: Json = httpx.get(f"{url}/polykv/pools", timeout=60, trust_env=False).raise_for_status().json()
+    shown: Json = loopback.get(f"{url}/polykv/pools", timeout=60).raise_for_status().json()
     return shown
 
 
@@ -186,7 +187,7 @@ def assert_tokens(listed: list[Json], shown: Json, managers: list[Manager], stab
 
 def assert_no_ghosts(url: str, readers: list[Reader], shown: Json) -> None:
     """Sessions are those that asked; none runs, none is on a pool that is gone."""
-    sessions = httpx.get(f"{url}/polykv/sessions", timeout=60, trust_env=False).json()["sessions"]
+    sessions = loopback.get(f"{url}/polykv/sessions", timeout=60).json()["sessions"]
     names = {f"{reader.name}-{i}" for reader in readers for i in range(3)}
     ids = {pool["pool_id"] for pool in shown["pools"]} | {None}
     for session in sessions:
@@ -198,7 +199,7 @@ def assert_no_ghosts(url: str, readers: list[Reader], shown: Json) -> None:
 
 def answer_right(url: str, question: Question) -> None:
     body = GREEDY | {"prompt": question.prompt, "pool_id": question.pool, "session_id": "checker"}
-    answer = httpx.post(f"{url}/completion", json=body | {"return_tokens": True}, timeout=60, trust_env=False)
+    answer = loopback.post(f"{url}/completion", json=body | {"return_tokens": True}, timeout=60)
     told = answer.raise_for_status().json()
     assert told["tokens"] == question.tokens
     held = [(pool["name"], pool["residency"], pool["seq_id"], pool["pinned"]) for pool in tree(url)["pools"]]
@@ -208,7 +209,7 @@ def answer_right(url: str, question: Question) -> None:
 
 def answer_as_unpooled(engine: Engine, url: str, pool: str, prompt: list[int]) -> None:
     body = GREEDY | {"prompt": prompt, "pool_id": pool, "session_id": "checker", "n_predict": 1, "return_tokens": True}
-    told = httpx.post(f"{url}/completion", json=body, timeout=60, trust_env=False).raise_for_status().json()
+    told = loopback.post(f"{url}/completion", json=body, timeout=60).raise_for_status().json()
     assert told["polykv"]["prefix_n_tokens"] == len(prompt) - 5
     full = engine.full(prompt, 1, probs=2)
     assert told["tokens"] == full.tokens or not is_clear(full)

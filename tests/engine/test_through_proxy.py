@@ -9,6 +9,7 @@ import httpx
 import openai
 import pytest
 
+from . import loopback
 from .binaries import binary_path
 from .stack import ProxyStack
 from .test_dialects import BODIES, OPENAI_TOOLS, SYSTEM, TURN
@@ -50,7 +51,7 @@ def pool(auto: ProxyStack) -> Iterator[dict[str, Any]]:
 
 
 def finished(stack: ProxyStack) -> list[dict[str, Any]]:
-    tasks: list[dict[str, Any]] = httpx.get(f"{stack.engine_url}/polykv/engine/stats", timeout=60).json()["finished"]
+    tasks: list[dict[str, Any]] = loopback.get(f"{stack.engine_url}/polykv/engine/stats", timeout=60).json()["finished"]
     return tasks
 
 
@@ -71,13 +72,13 @@ def test_explicit_mode_relays_the_engines_own_reply(explicit: ProxyStack, name: 
     # The same slot with the same content each time, so that cached counts agree, too.
     sent = body | GREEDY | ({"cache_prompt": False} if "prompt" in body or "messages" in body else {})
     closing = {"connection": "close"}
-    direct, relayed = (httpx.post(url + path, json=sent, headers=closing, timeout=120) for url in urls(explicit))
+    direct, relayed = (loopback.post(url + path, json=sent, headers=closing, timeout=120) for url in urls(explicit))
     assert comparable(relayed) == comparable(direct)
 
 
 @pytest.mark.parametrize("path", ["/props", "/v1/models", "/health", "/slots", "/nope", "/v1/health"])
 def test_explicit_mode_relays_reads(explicit: ProxyStack, path: str) -> None:
-    direct, relayed = (httpx.get(url + path, timeout=60) for url in urls(explicit))
+    direct, relayed = (loopback.get(url + path, timeout=60) for url in urls(explicit))
     assert relayed.status_code == direct.status_code
     theirs, ours = steady(direct.json()), steady(relayed.json())
     if path == "/props":
@@ -186,7 +187,9 @@ def test_openai_client_tools(sdk: openai.OpenAI, auto: ProxyStack) -> None:
     asked: Any = {"messages": chat_messages(), "tools": OPENAI_TOOLS, "tool_choice": "auto", "max_tokens": 24}
     reply = sdk.chat.completions.create(model="any", temperature=0, extra_body={"pool_id": "tooled"}, **asked)
     assert finished(auto)[-1]["n_pool"] == tooled["prefix_len"]
-    direct = httpx.post(f"{auto.engine_url}/v1/chat/completions", json=asked | {"temperature": 0}, timeout=120).json()
+    direct = loopback.post(
+        f"{auto.engine_url}/v1/chat/completions", json=asked | {"temperature": 0}, timeout=120
+    ).json()
     assert reply.choices[0].message.content == direct["choices"][0]["message"]["content"] != ""
     assert reply.usage is not None
     assert reply.usage.prompt_tokens == direct["usage"]["prompt_tokens"]
