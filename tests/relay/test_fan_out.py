@@ -510,6 +510,21 @@ async def test_a_first_one_that_decodes_behind_another_prompt_is_not_waited_for(
     await first
 
 
+async def test_cells_that_are_not_shared_are_prefilled_once_for_all(engine: FakeEngine, proxy: Proxy) -> None:
+    """A sliding window gave them to others while the first one decodes."""
+    lost = {"error": {"code": 409, "message": "slot 0 lost cells of its first 352 tokens", "type": "polykv_error"}}
+    engine.on("snapshot", "request", reply(409, lost), times=None)
+    hold = Hold()
+    engine.on(CHAT, "chunk:1", hold)
+    first = asyncio.create_task(ask(proxy, WORDS[0], stream=True))
+    await hold.reached()
+    receipts = await asyncio.wait_for(asyncio.gather(*(ask(proxy, text) for text in WORDS[1:4])), 20)
+    assert [r["cached_n_tokens"] for r in receipts] == [n_common(engine, CHAT)] * 3
+    assert engine.hooks.n_materialized == 1
+    hold.release()
+    await first
+
+
 async def test_an_engine_that_cannot_say_is_not_waited_for(engine: FakeEngine, proxy: Proxy) -> None:
     await ask(proxy, WORDS[0])
     hold = Hold()
