@@ -4,8 +4,8 @@ Pools are named one by one only while they are resident or somebody is on them, 
 thousands of series; automatic ones are counted together.
 """
 
-from collections import Counter
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePath
 
@@ -16,6 +16,7 @@ from polykv_proxy.control.tier import Tier, TierFacts
 from polykv_proxy.control.views import Views
 from polykv_proxy.control.watch import EngineWatch
 from polykv_proxy.gate.outcome import Counts
+from polykv_proxy.gate.settle import AdmitRecord
 from polykv_proxy.ids import PoolId
 from polykv_proxy.sessions import SessionBook
 from polykv_proxy.tree.accounting import kv_bytes
@@ -45,11 +46,15 @@ class PoolReading:
 
 @dataclass(frozen=True, slots=True)
 class AdmissionReading:
-    """``n_waiting``: new sessions at the door; ``n_held``: turns; ``n_policies``: pools with one of their own."""
+    """``n_waiting``: new sessions at the door; ``n_held``: turns; ``n_policies``: pools with one of their own.
+
+    ``forecast_errors``: by estimator, how far from the settled mean it was, on average over the last admissions.
+    """
 
     n_waiting: int = 0
     n_held: int = 0
     n_policies: int = 0
+    forecast_errors: Mapping[str, float] = field(default_factory=dict)
     counts: Counts = field(default_factory=Counts)
 
 
@@ -136,13 +141,30 @@ def take_readings(
         cells_total=cells.total if cells is not None else None,
         cells_high=cells.hi if cells is not None else None,
         warm=tier.facts(),
-        admission=AdmissionReading(door.n_waiting, door.n_held, policies.n_own, door.counts),
+        admission=AdmissionReading(
+            door.n_waiting, door.n_held, policies.n_own, forecast_errors(door.records), door.counts
+        ),
         aggregate_tps=rates.aggregate_tps(),
         mean_active_tps=sum(decoding) / len(decoding) if live and decoding else None,
         n_running=max(n_sent - n_deferred, n_busy),  # some are relayed unread: the engine's own count has them
         n_waiting=len(sessions.running) - n_sent + n_deferred,
         model=PurePath(stats.model.path).name if stats is not None and stats.model.path else None,
     )
+
+
+def forecast_errors(records: Iterable[AdmitRecord]) -> dict[str, float]:
+    """Mean absolute error of each estimator, in tokens per second; those that forecast nothing are left out.
+
+    A forecast is of one more session: where several were let in before it had settled it says nothing.
+    """
+    errors: defaultdict[str, list[float]] = defaultdict(list)
+    for record in records:
+        if record.mean_tps is not None and record.n_admits == 1:
+            for by in ("model", "measured", "roofline"):
+                forecast = getattr(record.forecasts, by)
+                if forecast is not None:
+                    errors[by].append(abs(forecast - record.mean_tps))
+    return {by: sum(found) / len(found) for by, found in errors.items()}
 
 
 def _add_pool(reading: PoolReading, pool: Pool, n_cells: int, bytes_per_token: float | None) -> None:

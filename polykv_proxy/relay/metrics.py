@@ -175,6 +175,9 @@ def _of_admission(admission: AdmissionReading) -> Iterator[Metric]:
     yield _gauge("admission_policies", "Pools with an admission policy of their own.", admission.n_policies)
     yield _gauge("admission_waiting", "New sessions that wait to be let in.", admission.n_waiting)
     yield _gauge("turns_held", "Turns of admitted sessions that are held now.", admission.n_held)
+    if admission.forecast_errors:
+        what = "How far forecasts of the mean rate were from what it was once an admission had settled, on average."
+        yield _by("admission_forecast_error_tps", what, "estimator", admission.forecast_errors)
     counts = admission.counts
     by_kind = {
         "guaranteed": counts.n_guaranteed,
@@ -211,7 +214,7 @@ def _gauge(name: str, what: str, value: float) -> Metric:
     return GaugeMetricFamily(PREFIX + name, what, value=value)
 
 
-def _by(name: str, what: str, label: str, values: Mapping[Residency, int] | Mapping[str, int]) -> Metric:
+def _by(name: str, what: str, label: str, values: Mapping[Residency, int] | Mapping[str, float]) -> Metric:
     metric = GaugeMetricFamily(PREFIX + name, what, labels=[label])
     for value, n in sorted(values.items()):
         metric.add_metric([value], n)

@@ -7,9 +7,12 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from polykv_proxy.control.readings import forecast_errors
 from polykv_proxy.errors import UpstreamUnavailable
 from polykv_proxy.gate.policy import Policy
+from polykv_proxy.gate.settle import AdmitRecord, Forecasts
 from polykv_proxy.gate.verdict import FLOOR, REFUSALS
+from polykv_proxy.ids import SessionId
 from polykv_proxy.relay.costs import BUCKETS_S, Histogram
 from tests.fake_engine import FakeEngine
 from tests.fake_engine.faults import Hold, reply
@@ -237,6 +240,21 @@ async def test_the_gate_before_anybody_was_there(proxy: Proxy) -> None:
     ]
     assert [shown[name] for name in alone] == [{(): 0}] * len(alone)
     assert "pool_target_tps" not in shown
+    assert "admission_forecast_error_tps" not in shown
+
+
+def test_how_good_the_forecasts_were() -> None:
+    def record(mean: float | None, *forecasts: float | None, n_admits: int = 1) -> AdmitRecord:
+        return AdmitRecord(SessionId("s"), 0.0, 1.0, n_admits, Forecasts(*forecasts), 20.0, mean)
+
+    records = [
+        record(10.0, 12.0, 9.0, None),
+        record(10.0, 6.0, None, None),
+        record(None, 1.0, 1.0, 1.0),  # nobody decoded: nothing to hold it against
+        record(1.0, 9.0, 9.0, 9.0, n_admits=2),  # not what was forecast
+    ]
+    assert forecast_errors(records) == {"model": 3.0, "measured": 1.0}
+    assert forecast_errors([]) == {}
 
 
 async def test_what_the_gate_did(engine: FakeEngine, proxy: Proxy) -> None:
@@ -271,6 +289,7 @@ async def test_what_the_gate_did(engine: FakeEngine, proxy: Proxy) -> None:
     assert shown["admission_retries_refused_total"] == {(): 1}
     assert shown["admission_policies"] == {(): 1}
     assert shown["pool_target_tps"] == {("desk",): 1e6}
+    assert shown["admission_forecast_error_tps"]["model",] > 0
     await proxy.control.drop_policy("desk")  # then nothing is waited for
     await waiting
     shown = await scrape(proxy)
