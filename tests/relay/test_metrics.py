@@ -257,6 +257,25 @@ def test_how_good_the_forecasts_were() -> None:
     assert forecast_errors([]) == {}
 
 
+async def test_forecasts_are_held_against_what_came(engine: FakeEngine, proxy: Proxy) -> None:
+    engine.token_s = 0.01
+    await proxy.pool(PREFIX, "desk")
+    await proxy.control.set_policy("desk", Policy(1, settle_tokens=5))
+    body = {"n_predict": 2000, "stream": True, "pool_id": "desk"}
+    door = proxy.control.door
+    turns = []
+    for session in "ab":
+        turns.append(asyncio.create_task(ask(proxy, [*PREFIX, ord(session)], session_id=session, **body)))
+        await until(lambda: (rate := door.rate_of(session)) is not None and rate.tps)  # type: ignore[arg-type]  # noqa: B023
+    await until(lambda: any(record.session_id == "b" and record.mean_tps for record in door.records))
+    shown = await scrape(proxy)
+    assert shown["admission_forecast_error_tps"].keys() == {("model",)}, "nothing was measured before"
+    assert shown["admission_forecast_error_tps"]["model",] > 0
+    for turn in turns:
+        turn.cancel()
+    await asyncio.wait(turns)
+
+
 async def test_what_the_gate_did(engine: FakeEngine, proxy: Proxy) -> None:
     engine.token_s = 0.01
     await proxy.pool(PREFIX, "desk")
@@ -289,7 +308,6 @@ async def test_what_the_gate_did(engine: FakeEngine, proxy: Proxy) -> None:
     assert shown["admission_retries_refused_total"] == {(): 1}
     assert shown["admission_policies"] == {(): 1}
     assert shown["pool_target_tps"] == {("desk",): 1e6}
-    assert shown["admission_forecast_error_tps"]["model",] > 0
     await proxy.control.drop_policy("desk")  # then nothing is waited for
     await waiting
     shown = await scrape(proxy)
