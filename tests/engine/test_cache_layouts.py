@@ -66,6 +66,7 @@ QUANTIZED = [
     for kind in ("q8_0", "q4_0")
     for name, split, how, pools in (("unified", (), "zero-copy", ()), ("split", SPLIT, "copy", FEW))
 ]
+QUANTIZED_FAST = ("q8_0-split", "q4_0-unified")
 
 
 @dataclass(frozen=True)
@@ -284,7 +285,14 @@ def forced_body(tokens: list[int]) -> dict[str, Any]:
     return {"grammar": forced_grammar(tokens), "n_predict": len(tokens), "n_probs": N_PROBS}
 
 
-@pytest.mark.parametrize("layout", QUANTIZED, ids=lambda layout: layout.name)
+# Every kind and both ways of sharing, each once; all four pairs in the slow ones.
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(layout, id=layout.name, marks=[] if layout.name in QUANTIZED_FAST else [pytest.mark.slow])
+        for layout in QUANTIZED
+    ],
+)
 def test_quantized_cells(layout: Layout, chat_model: Path, tmp_path: Path, noise: Noise) -> None:
     """Rounded keys and values depend on the batches they came in, in stock too: as near to a full prefill as a slot's
     own cache is there (the bound of `test_same_answers`)."""
