@@ -1,7 +1,8 @@
-"""Fixtures that every test may use."""
+"""Fixtures that every test may use, and which tests may run beside each other."""
 
 from collections.abc import AsyncIterator
 
+import pytest
 import pytest_asyncio
 from hypothesis import HealthCheck, settings
 
@@ -17,3 +18,16 @@ async def engine() -> AsyncIterator[FakeEngine]:
     """A fresh patched fake engine."""
     async with FakeEngine() as engine:
         yield engine
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With several workers (``-n 2 --dist loadgroup``): one real engine at a time, and modules stay whole.
+
+    An engine decodes on one core and its test waits for it; most others wait for clocks and disks.
+    """
+    if not config.pluginmanager.hasplugin("xdist"):
+        return
+    for item in items:
+        group = "engine" if item.get_closest_marker("engine") else item.nodeid.partition("::")[0]
+        item.add_marker(pytest.mark.xdist_group(group))
