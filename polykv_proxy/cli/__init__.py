@@ -20,6 +20,7 @@ from polykv_proxy.cli import (
     pools,
     serve,
     sessions,
+    top,
     tps,
     up,
 )
@@ -40,6 +41,7 @@ app.command("compact")(compact.compact)
 app.command("explain")(explain.explain)
 app.command("doctor")(doctor.doctor)
 app.command("tps")(tps.tps)
+app.command("top")(top.top)
 app.add_typer(pools.app, name="pools")
 app.add_typer(sessions.app, name="sessions")
 app.add_typer(admission.app, name="admission")

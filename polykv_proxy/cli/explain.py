@@ -14,6 +14,7 @@ from polykv_proxy.cli.output import (
     count,
     echo_json,
     ending_well,
+    nth,
     plain,
     shown,
 )
@@ -153,7 +154,7 @@ def _admission(receipt: dict[str, Any]) -> list[str]:
         line += f": {gate['reason']}"
     if gate["waits_for"] is not None:
         line += "" if gate["decision"] == "queued" else "; its turn is held"
-        line += f", {_nth(gate['place'])} in line" if gate["place"] else ""
+        line += f", {nth(gate['place'])} in line" if gate["place"] else ""
         line += f", about {_ms(gate['eta_ms'] / 1e3)} to go" if gate["eta_ms"] is not None else ""
     parts = [
         (gate[f"projected_mean_tps_{by}"], f"tok/s forecast {how}")
@@ -206,17 +207,12 @@ def _divergence(divergence: dict[str, Any]) -> list[str]:
             line += f", part {divergence['part']}"
     lines, span = [line], divergence["span"]
     if span is not None:
-        nth = _nth(span["differs_at"] - span["start"] + 1)
-        place = f"        the line at character {count(span['start'])}, from its {nth} character on"
+        which = nth(span["differs_at"] - span["start"] + 1)
+        place = f"        the line at character {count(span['start'])}, from its {which} character on"
         lines.append(place if span["text"] is None else f"{place}:")
         if span["text"] is not None:
             lines.append(f"        {plain(span['text'])}")
     return lines
-
-
-def _nth(n: int) -> str:
-    """``1st``, ``2nd``, ``11th``."""
-    return f"{n:,}{'th' if n % 100 in (11, 12, 13) else {1: 'st', 2: 'nd', 3: 'rd'}.get(n % 10, 'th')}"
 
 
 def _remedy(divergence: dict[str, Any]) -> list[str]:

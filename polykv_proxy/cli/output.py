@@ -95,6 +95,11 @@ def count(n: int | None) -> str:
     return UNKNOWN if n is None else f"{n:,}"
 
 
+def nth(n: int) -> str:
+    """``1st``, ``2nd``, ``11th``."""
+    return f"{n:,}{'th' if n % 100 in (11, 12, 13) else {1: 'st', 2: 'nd', 3: 'rd'}.get(n % 10, 'th')}"
+
+
 def plain(text: str) -> str:
     """Make foreign text harmless for a terminal: whatever does not print is shown escaped."""
     return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

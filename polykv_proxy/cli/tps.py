@@ -1,6 +1,6 @@
 """``polykvctl tps``: who decodes how fast, now or followed."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -21,7 +21,7 @@ from polykv_proxy.cli.output import (
 )
 
 if TYPE_CHECKING:
-    from rich.console import Group
+    from rich.console import Console, Group, RenderableType
 
 _ORDER = ("decoding", "prefilling", "waiting")
 
@@ -52,23 +52,22 @@ def tps(
             for sample in samples:
                 echo_json(sample)
         else:
-            _draw(samples)
+            draw_on(map(_picture, samples), make_console())
         typer.echo("the proxy ended the stream: it is shutting down", err=True)
 
 
-def _draw(samples: Iterable[dict[str, Any]]) -> None:
+def draw_on(pictures: "Iterable[RenderableType]", console: "Console") -> None:
     """On a terminal in one place, elsewhere one under the other."""
     from rich.live import Live
 
-    console = make_console()
     if not console.is_terminal:
-        for sample in samples:
-            console.print(_picture(sample), crop=False)
+        for picture in pictures:
+            console.print(picture, crop=False)
             console.print()
         return
     with Live(console=console, auto_refresh=False) as live:
-        for sample in samples:
-            live.update(_picture(sample), refresh=True)
+        for picture in pictures:
+            live.update(picture, refresh=True)
 
 
 def _picture(sample: dict[str, Any]) -> "Group":
@@ -77,15 +76,19 @@ def _picture(sample: dict[str, Any]) -> "Group":
 
     from polykv_proxy.cli.fitting import FittedTable, Footer
 
-    facts = [f"{_rate(sample['aggregate_tps'])} tok/s in all"]
-    if sample["mean_active_tps"] is not None:
-        facts.append(f"{_rate(sample['mean_active_tps'])} on average")
-    facts += [f"{count(sample['n_active'])} decoding", f"{count(sample['n_warming'])} warming up"]
-    summary = Footer(facts)
+    summary = Footer(rates_in(sample))
     if not sample["sessions"]:
         return Group(summary)
     headings = ("session", "pool", "tok/s", "decoded", "first", "context", "left", "state")
     return Group(summary, FittedTable(headings, map(_row, _sorted(sample)), label_at=0, label_keeps=12))
+
+
+def rates_in(sample: Mapping[str, Any]) -> list[str]:
+    """What the engine as a whole does, as facts of one line."""
+    facts = [f"{_rate(sample['aggregate_tps'])} tok/s in all"]
+    if sample["mean_active_tps"] is not None:
+        facts.append(f"{_rate(sample['mean_active_tps'])} on average")
+    return [*facts, f"{count(sample['n_active'])} decoding", f"{count(sample['n_warming'])} warming up"]
 
 
 def _sorted(sample: dict[str, Any]) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from polykv_proxy.cli.tps import _draw, tps
+from polykv_proxy.cli.tps import _picture, draw_on, tps
 from tests.cli.contract_server import ContractServer
 from tests.relay.conftest import Proxy, make_proxy, proxy
 from tests.relay.raw import until
@@ -104,11 +104,10 @@ def test_following_goes_on_until_the_proxy_ends_it(as_json: bool) -> None:
         ]
 
 
-def test_on_a_terminal_it_is_drawn_in_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_terminal_it_is_drawn_in_one_place() -> None:
     drawn = io.StringIO()
     console = Console(file=drawn, force_terminal=True, width=80, height=24, color_system=None)
-    monkeypatch.setattr("polykv_proxy.cli.tps.make_console", lambda: console)
-    _draw([SAMPLE | {"n_active": n} for n in (1, 2, 3)])
+    draw_on((_picture(SAMPLE | {"n_active": n}) for n in (1, 2, 3)), console)
     up = re.findall(r"\x1b\[(?:\d*A|2K)", drawn.getvalue())
     assert len(up) >= 2 * len(SAMPLE["sessions"])
     assert drawn.getvalue().count("tok/s in all") >= 3

@@ -38,6 +38,7 @@ OTHERS = [
     ("compact",),
     ("explain",),
     ("tps",),
+    ("top",),
     ("sessions",),
     ("sessions", "show"),
     ("sessions", "delete"),
