@@ -180,6 +180,12 @@ class SessionBook:
     def __len__(self) -> int:
         return len(self._sessions)
 
+    def open(self) -> Iterator[Session]:
+        """Those with a turn under way, also when they were dropped, and those that are idle and not closed."""
+        yield from {turn.session.session_id: turn.session for turn in self.running.values()}.values()
+        yield from self._idle_named.values()
+        yield from self._idle_anonymous.values()
+
     @property
     def n_running(self) -> int:
         return sum(len(s.turns) for s in self._sessions.values())

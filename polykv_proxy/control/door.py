@@ -265,10 +265,18 @@ class Door:
 
     # Turns ---------------------------------------------------------------------------------------------------------
 
-    async def begin_turn(self, visit: Visit, pool_id: PoolId, *, ctx_tokens: int, uncached_tokens: int) -> bool:
+    async def begin_turn(
+        self,
+        visit: Visit,
+        pool_id: PoolId,
+        *,
+        ctx_tokens: int,
+        uncached_tokens: int,
+        on_hold: Callable[[], None] = lambda: None,
+    ) -> bool:
         """Just before a turn goes out: wait while it would slow the others below the floor. Gives whether it waited.
 
-        Never refuses. ``end_turn`` is owed, whatever happens.
+        Never refuses. ``end_turn`` is owed, whatever happens. ``on_hold``: called when it has to wait.
 
         Raises:  what ``dismiss`` was given
         """
@@ -292,6 +300,7 @@ class Door:
         turn.held = True
         self._arm()
         try:
+            on_hold()
             await waiting.future
             return True
         except BaseException:

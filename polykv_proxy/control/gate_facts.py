@@ -93,11 +93,11 @@ class GateFacts:
     def _live(self) -> tuple[SessionFacts, ...]:
         now_s = self._clock()
         scopes: dict[PoolId, PoolId] = {}
-        return tuple(facts for session in self._sessions for facts in self._of_session(session, now_s, scopes))
+        return tuple(facts for session in self._sessions.open() for facts in self._of_session(session, now_s, scopes))
 
     def _of_session(self, session: Session, now_s: float, scopes: dict[PoolId, PoolId]) -> Iterator[SessionFacts]:
         first = next((turn for turn in session.turns.values() if turn.number == 1), None)
-        served = session.n_sent > 0 and not session.closed and self._sessions.is_live(session.session_id, now_s)
+        served = session.n_sent > 0 and self._sessions.is_live(session.session_id, now_s)
         if served or (first is not None and _is_in(first)):
             yield self._facts(session, first, 1, scopes)
         for turn in session.turns.values():

@@ -64,10 +64,12 @@ class Gating:
             self._hold("admission", self._control.clock() - began_s)
             self._receipt.sessions_remaining = self.visit.sessions_remaining
 
-    async def before_it_goes_out(self, plan: AttachPlan | None, *, own: bool) -> bool:
+    async def before_it_goes_out(
+        self, plan: AttachPlan | None, *, own: bool, on_hold: Callable[[], None] = lambda: None
+    ) -> bool:
         """Hold the turn while it would slow the others below the floor. Gives whether it was held.
 
-        ``own``: its slot has what its session said before.
+        ``own``: its slot has what its session said before. ``on_hold``: called when it is.
         """
         if plan is None or plan.pool_id is None:
             return False
@@ -80,7 +82,7 @@ class Gating:
         began_s = self._control.clock()
         try:
             return await self._control.door.begin_turn(
-                self.visit, plan.pool_id, ctx_tokens=n_total, uncached_tokens=n_uncached
+                self.visit, plan.pool_id, ctx_tokens=n_total, uncached_tokens=n_uncached, on_hold=on_hold
             )
         finally:
             self._hold("turn", self._control.clock() - began_s)

@@ -175,6 +175,14 @@ async def begin(request: web.Request, upstream: UpstreamResponse, extra: Iterabl
     return response
 
 
+async def begin_events(request: web.Request, extra: Iterable[tuple[str, str]]) -> RelayedResponse:
+    """Send the head of a stream of events before the engine was asked for it."""
+    response = RelayedResponse(200, "OK", CIMultiDict([("Content-Type", "text/event-stream"), *extra]))
+    request[_BEGUN] = True
+    await response.prepare(request)
+    return response
+
+
 def has_begun(request: web.Request) -> bool:
     """A head of a reply went out."""
     return _BEGUN in request

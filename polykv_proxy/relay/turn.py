@@ -17,15 +17,13 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-import orjson
 from aiohttp import web
 
-from polykv_proxy.control import AttachPlan, AttachRequest, Control, Outcome
-from polykv_proxy.control.diverged import Said
+from polykv_proxy.control import AttachRequest, Control
 from polykv_proxy.control.plain import Pin
 from polykv_proxy.control.receipts import RequestRecord
 from polykv_proxy.conversation import Conversation
-from polykv_proxy.errors import CapacityError, PolyKVError, UpstreamError
+from polykv_proxy.errors import CapacityError, PolyKVError
 from polykv_proxy.ids import SlotId
 from polykv_proxy.relay.costs import Costs
 from polykv_proxy.relay.desk import SlotDesk
@@ -33,30 +31,23 @@ from polykv_proxy.relay.dialects import Call, Dialect, conversation_of
 from polykv_proxy.relay.fields import OWN_HEADERS
 from polykv_proxy.relay.gating import Gating
 from polykv_proxy.relay.hints import beginnings_in
-from polykv_proxy.relay.json_bytes import append_to_object
-from polykv_proxy.relay.pump import begin, cut, is_sse, mark_recorded, pump_plain, raw_headers_of, say_if_refused, send
+from polykv_proxy.relay.kept_alive import KeptAlive, refused_late
+from polykv_proxy.relay.pump import cut, is_sse, mark_recorded, pump_plain, raw_headers_of, say_if_refused
 from polykv_proxy.relay.receipt import Receipt
+from polykv_proxy.relay.reply import Reply
 from polykv_proxy.relay.rewrite import rewrite
 from polykv_proxy.relay.speakers import speaker_in
-from polykv_proxy.relay.sse import SseReader
-from polykv_proxy.relay.usage import add_whole, is_cut, rate_in
+from polykv_proxy.relay.usage import is_cut
 from polykv_proxy.sessions import Session, SessionBook, Usage
 from polykv_proxy.slots import Displaced, Grant
-from polykv_proxy.upstream import UpstreamResponse
 
 log = logging.getLogger("polykv.relay")
 
 STALE_MS = 50
 """After so long in the queue the decision where to attach is made anew: pools come and go meanwhile."""
 
-MAX_WHOLE_REPLY = 64 << 20
-"""A longer reply in one piece is passed on without our object rather than kept."""
 
-ASK_RATE_S = 0.1
-"""So long may the engine take to say at which rate it made a reply that does not say it."""
-
-
-class TurnRelay:
+class TurnRelay(Reply):
     """Carries one request. Made per request, used once. ``normalised``: what was pinned in it (``normalise``)."""
 
     def __init__(
@@ -71,21 +62,13 @@ class TurnRelay:
         costs: Costs,
         read_s: float,
     ):
-        self._control, self._desk, self._clock = control, desk, clock
-        self._costs, self._read_s = costs, read_s
-        self._engine_done_s: float | None = None
-        self._request, self._target, self._call = request, target, call
+        super().__init__(control, clock, request=request, call=call)
+        self._desk, self._costs, self._read_s, self._target = desk, costs, read_s, target
         self._books: SessionBook = control.sessions
-        self._plan: AttachPlan | None = None
-        self._settled = False
-        self._complete = self._failed = False
         self._sent = False
-        self._status: int | None = None
-        self._family: str | None = None
         self._gating: Gating | None = None
         self._grant: Grant | None = None
         self.normalised: tuple[str, ...] = ()
-        self._slot_id: SlotId | None = None
         self._pin: Pin | None = None
         self._left: list[Displaced] = []
         self._preparing: asyncio.Task[None] | None = None
@@ -109,7 +92,7 @@ class TurnRelay:
             grant = await self._take_slot(session, said, look_first)
             try:
                 if self._gating is not None:
-                    await self._hold_turn(session, self._gating, grant)
+                    await self._hold_turn(session, self._gating, grant, request_id)
                 await self._make_ready(session, grant)
                 return await self._send(request_id, grant, usage)
             finally:
@@ -120,6 +103,8 @@ class TurnRelay:
             mark_recorded(self._request)
             if self._touched:
                 say_if_refused(self._request, self._receipt.headers(session.tps))
+            if self._begun is not None and not self._complete:
+                return await cut(self._request, self._begun, e, call.dialect, sse=True)
             raise
         finally:
             self._settle(usage)
@@ -266,8 +251,17 @@ class TurnRelay:
         )
         self._record.visit = self._gating.visit
 
-    async def _hold_turn(self, session: Session, gating: Gating, grant: Grant | None) -> None:
-        held = await gating.before_it_goes_out(self._plan, own=grant is not None and grant.own)
+    async def _hold_turn(self, session: Session, gating: Gating, grant: Grant | None, request_id: str) -> None:
+        extra = [("x-request-id", request_id), *self._receipt.headers(session.tps)]
+        alive = KeptAlive(self._request, extra)
+        try:
+            held = await gating.before_it_goes_out(
+                self._plan,
+                own=grant is not None and grant.own,
+                on_hold=alive.start if self._call.stream else lambda: None,
+            )
+        finally:
+            self._begun = await alive.end()
         if held and self._plan is not None and self._plan.epoch != self._control.watch.epoch:
             await self._decide(session)  # the engine was restarted meanwhile
 
@@ -325,6 +319,8 @@ class TurnRelay:
             extra = [("x-request-id", request_id)]
             if self._touched:
                 extra += self._receipt.headers(self._turn.session.tps)
+            if self._begun is not None and (upstream.status != 200 or not is_sse(upstream)):
+                raise await refused_late(upstream)
             if upstream.status != 200:
                 response = await pump_plain(self._request, upstream, extra, self._call.dialect)
                 self._complete = True
@@ -333,167 +329,3 @@ class TurnRelay:
                 self._turn.accepted(self._plan.pool_id)
             relay = self._stream if is_sse(upstream) else self._whole
             return await relay(upstream, extra, usage)
-
-    @property
-    def _touched(self) -> bool:
-        return self._call.explicit or (self._plan is not None and self._plan.pool_id is not None)
-
-    async def _stream(
-        self, upstream: UpstreamResponse, extra: list[tuple[str, str]], usage: Usage
-    ) -> web.StreamResponse:
-        call = self._call
-        options = call.body.get("stream_options")
-        reader = SseReader(
-            call.dialect,
-            n_finals=call.n_finals,
-            include_usage=isinstance(options, dict) and options.get("include_usage") is True,
-            receipt=self._object if self._touched else None,
-        )
-        reader.usage = usage
-        response = await begin(self._request, upstream, extra)
-        started = False
-        try:
-            while chunk := await upstream.read_piece():
-                out = reader.feed(chunk)
-                if reader.started and not started:
-                    started = True
-                    self._turn.first_token(self._clock())
-                if reader.ended:
-                    self._learn_rate(usage)
-                if out:
-                    await send(self._request, response, out)
-            self._complete, self._failed, self._engine_done_s = True, reader.failed, self._clock()
-        except UpstreamError as e:
-            return await cut(self._request, response, e, call.dialect, sse=True, mid_line=reader.mid_line)
-        if rest := reader.finish():
-            await send(self._request, response, rest)
-        await response.write_eof()
-        return response
-
-    async def _whole(
-        self, upstream: UpstreamResponse, extra: list[tuple[str, str]], usage: Usage
-    ) -> web.StreamResponse:
-        if not self._touched:
-            return await self._whole_unseen(upstream, extra, usage)
-        pieces: list[bytes] = []
-        n = 0
-        while chunk := await upstream.read_piece():
-            pieces.append(chunk)
-            n += len(chunk)
-            if n > MAX_WHOLE_REPLY:
-                return await self._whole_too_long(upstream, extra, pieces)
-        self._complete, self._engine_done_s = True, self._clock()
-        body = b"".join(pieces)
-        try:
-            add_whole(usage, orjson.loads(body))
-            if usage.tps is None:
-                await self._ask_rate(usage)
-            if self._plan is not None:
-                await self._control.explain(self._plan, self._outcome(usage))
-            body = append_to_object(body, self._object(usage))
-        except (orjson.JSONDecodeError, ValueError):
-            log.warning("the engine's reply to %s is not JSON; passed on as it is", self._call.path)
-        extra = [e for e in extra if e[0] != "x-session-tps"]
-        if self._turn.session.tps is not None:
-            extra.append(("x-session-tps", f"{self._turn.session.tps:.2f}"))
-        extra.append(("Content-Length", str(len(body))))
-        response = await begin(self._request, upstream, extra)
-        await send(self._request, response, body)
-        await response.write_eof()
-        return response
-
-    async def _whole_unseen(
-        self, upstream: UpstreamResponse, extra: list[tuple[str, str]], usage: Usage
-    ) -> web.StreamResponse:
-        """Nothing to add: pass it on as it comes, and read a copy for the session's books."""
-        response = await begin(self._request, upstream, extra)
-        pieces: list[bytes] = []
-        n = 0
-        try:
-            while chunk := await upstream.read_piece():
-                n += len(chunk)
-                if n <= MAX_WHOLE_REPLY:
-                    pieces.append(chunk)
-                await send(self._request, response, chunk)
-            self._complete, self._engine_done_s = True, self._clock()
-        except UpstreamError as e:
-            return await cut(self._request, response, e, self._call.dialect, sse=False)
-        await response.write_eof()
-        if n <= MAX_WHOLE_REPLY:
-            try:
-                add_whole(usage, orjson.loads(b"".join(pieces)))
-            except orjson.JSONDecodeError:
-                log.warning("the engine's reply to %s is not JSON", self._call.path)
-        return response
-
-    async def _whole_too_long(
-        self, upstream: UpstreamResponse, extra: list[tuple[str, str]], pieces: list[bytes]
-    ) -> web.StreamResponse:
-        response = await begin(self._request, upstream, extra)
-        try:
-            for piece in pieces:
-                await send(self._request, response, piece)
-            pieces.clear()
-            while chunk := await upstream.read_piece():
-                await send(self._request, response, chunk)
-            self._complete = True
-        except UpstreamError as e:
-            return await cut(self._request, response, e, self._call.dialect, sse=False)
-        await response.write_eof()
-        return response
-
-    # Books ---------------------------------------------------------------------------------------------------------
-
-    def _object(self, usage: Usage) -> bytes:
-        """The ``polykv`` object; what it says is settled with the pool first."""
-        self._learn_rate(usage)
-        self._settle(usage)
-        if usage.tps is not None:
-            self._turn.session.tps = usage.tps
-        return self._receipt.members(usage, self._turn.session.tps)
-
-    def _learn_rate(self, usage: Usage) -> None:
-        """Messages has no timings: the rate is what passed here between the first token and the last."""
-        if usage.tps is not None or self._call.dialect is not Dialect.MESSAGES or self._turn.first_s is None:
-            return
-        took_s = self._clock() - self._turn.first_s
-        if usage.predicted_n is not None and usage.predicted_n > 1 and took_s > 0:
-            usage.tps = (usage.predicted_n - 1) / took_s
-
-    async def _ask_rate(self, usage: Usage) -> None:
-        """Messages and Responses in one piece say nothing about time. The stats do, while the slot is kept for us."""
-        if self._slot_id is None or not self._control.hooks:
-            return
-        try:
-            async with asyncio.timeout(ASK_RATE_S):
-                stats = await self._control.refresh()
-        except (TimeoutError, UpstreamError) as e:
-            log.debug("no rate from the engine: %s", type(e).__name__)
-            return
-        if stats is not None:
-            usage.tps = rate_in(stats, self._slot_id, usage)
-
-    def _settle(self, usage: Usage) -> None:
-        if self._settled:
-            return
-        self._settled = True
-        if self._plan is None:
-            self._control.room.settled()
-        else:
-            self._receipt.miss_reason = self._control.settle(self._plan, self._outcome(usage))
-        if self._status == 200 and self._call.n_finals == 1:
-            call = self._call
-            if usage.cache_n is not None and usage.prompt_n is not None and not call.has_media:
-                self._control.fan_out.counted(len(call.raw), usage.cache_n + usage.prompt_n)
-            said = Said(call.path, call.body, len(call.raw), self._family)
-            self._control.divergences.settled(self._record, self._turn.session, said, self._plan)
-
-    def _outcome(self, usage: Usage) -> Outcome:
-        return Outcome(
-            status=self._status,
-            cache_n=usage.cache_n,
-            prompt_n=usage.prompt_n,
-            predicted_n=usage.predicted_n,
-            pool_n=usage.pool_n,
-            tps=usage.tps,
-        )

@@ -5,12 +5,16 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
+import orjson
 import pytest
 import pytest_asyncio
 
+from polykv_proxy.gate.facts import SessionFacts
 from polykv_proxy.gate.outcome import Counts
+from polykv_proxy.ids import SessionId
+from polykv_proxy.relay import kept_alive
 from tests.contract.conftest import error_of, made
-from tests.fake_engine import FakeEngine
+from tests.fake_engine import FakeEngine, reply
 from tests.relay.conftest import Proxy, ProxyMaker
 from tests.relay.raw import until
 
@@ -314,3 +318,72 @@ async def test_without_a_policy_nothing_of_it_is_there(engine: FakeEngine, make_
         await engine.restart()
     assert seen[0] == seen[1] == seen[2]
     assert "x-sessions-remaining" not in seen[0][0]
+
+
+async def test_a_stream_that_is_held_for_long_is_kept_alive(
+    engine: FakeEngine, proxy: Proxy, busy: Busy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept_alive, "EVERY_S", 0.02)
+    assert (await post(proxy, "old")).status_code == 200
+    await set_policy(proxy, max_turn_hold_ms=60_000)
+    await busy.begin()
+    lines: list[str] = []
+    async with proxy.client.stream("POST", "/completion", json=body_of("old", stream=True)) as answer:
+        assert (answer.status_code, answer.headers["content-type"]) == (200, "text/event-stream")
+        assert (answer.headers["x-session-id"], answer.headers["x-pool-id"]) == ("old", "1")
+        async for line in answer.aiter_lines():
+            lines.append(line)
+            if lines.count(": hold") == 3:
+                await busy.end()
+    data = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+    assert orjson.loads(data[-1])["polykv"]["hold_ms"] > 0
+    assert {line for line in lines if not line.startswith("data: ")} == {": hold", ""}
+    assert lines.index("data: " + data[0]) > max(i for i, line in enumerate(lines) if line == ": hold")
+
+
+async def test_what_fails_after_a_hold_is_an_event_of_the_stream(
+    engine: FakeEngine, proxy: Proxy, busy: Busy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept_alive, "EVERY_S", 0.02)
+    assert (await post(proxy, "old")).status_code == 200
+    await set_policy(proxy, max_turn_hold_ms=60_000)
+    await busy.begin()
+    engine.on("/completion", "request", reply(400, {"error": {"code": 400, "message": "no such sampler"}}))
+    text, is_torn = "", False
+    try:
+        async with proxy.client.stream("POST", "/completion", json=body_of("old", stream=True)) as answer:
+            async for piece in answer.aiter_text():
+                text += piece
+                if ": hold" in text:
+                    await busy.end()
+    except httpx.RemoteProtocolError:
+        is_torn = True
+    assert is_torn  # no proper end
+    event = orjson.loads(text.partition("event: error\ndata: ")[2])
+    assert (event["error"]["code"], event["error"]["engine_status"]) == ("upstream_error", 400)
+    assert "no such sampler" in event["error"]["message"]
+
+
+async def test_a_reading_has_who_is_in_and_not_who_waits(engine: FakeEngine, proxy: Proxy, busy: Busy) -> None:
+    assert (await post(proxy, "idle")).status_code == 200
+    await set_policy(proxy, settle_max_ms=0, on_saturation="queue")
+    await busy.begin()
+    busy.turns.append(asyncio.create_task(post(proxy, "busy", n_predict=2000, stream=True, overcommit=True)))
+    await until(lambda: len(proxy.control.sessions.get(SessionId("busy")).turns) == 2)
+    waits = asyncio.create_task(post(proxy, "waits"))
+    await until(lambda: proxy.control.door.n_waiting == 1)
+
+    def told() -> dict[str, SessionFacts]:
+        facts = proxy.control.door.gate.measured.facts
+        return {s.session_id: s for s in facts.sessions} if facts is not None else {}
+
+    await until(lambda: [s.state for s in told().values()].count("decoding") == 2)
+    assert told().keys() == {"idle", "busy", "busy\0002"}
+    assert {(s.pool_id, s.scope) for s in told().values()} == {(1, 1)}
+    await until(lambda: min(told()[name].n_decoded for name in ("busy", "busy\0002")) > 3)
+    before = told()
+    await until(lambda: told()["busy"].n_decoded > before["busy"].n_decoded)
+    assert before["idle"].n_decoded == 2
+    assert before["busy"].own_cells > len("You are busy.")
+    waits.cancel()
+    await asyncio.wait([waits])
