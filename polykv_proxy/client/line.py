@@ -7,8 +7,9 @@ the one before it costs:
 2.  One after the other, in the order in which they came.
 3.  Nobody while the admission before is open: until its first request was accepted, ``/capacity`` does not know of it.
 4.  Nobody before the time that a refusal told (``penalize``).
-5.  Then as ``/capacity`` says: guaranteed goes; settling waits for so long as it says; warming sessions have no rate
-    yet, so wait; no room waits for the next look.
+5.  Then as ``/capacity`` says: guaranteed goes; settling waits, for as long as it says at most; warming sessions have
+    no rate yet, so wait; no room waits for the next look. It looks at every ``poll_interval_s``, also while it
+    settles: that ends early when the session before decoded its tokens, or left.
 """
 
 import random
@@ -58,7 +59,7 @@ class Go:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """``seconds`` None: for the next look."""
+    """``seconds``: at most; None: for the next look."""
 
     kind: Literal["settle", "saturated"]
     reason: str | None
@@ -260,7 +261,7 @@ def acquire(
                     if decision.kind is not None:
                         _tell(asking, decision.kind, clock(), decision.reason, capacity=found)
                     return admission
-                wait, pause_s = decision, decision.seconds if decision.seconds is not None else poll_s
+                wait, pause_s = decision, poll_s if decision.seconds is None else min(poll_s, decision.seconds)
             if asking.max_wait_s is not None:
                 left_s = began_s + asking.max_wait_s - clock()
                 if left_s <= 0:

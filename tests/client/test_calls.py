@@ -239,6 +239,7 @@ SHOWN = {
     results.RequestInfo: shapes.RequestShown,
     results.Health: shapes.Health,
     results.AdmissionInfo: shapes_admission.AdmissionChanged,
+    results.Capacity: shapes_admission.CapacityShown,
 }
 
 

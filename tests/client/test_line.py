@@ -168,10 +168,11 @@ def test_one_after_the_other_in_order_of_coming() -> None:
     assert third.go().admission is not None
 
 
-def test_it_sleeps_for_as_long_as_it_settles() -> None:
+def test_it_waits_for_as_long_as_it_settles_at_most() -> None:
     world = World(lambda session_id: settling(1250))
-    someone = world.who("a")
+    someone = world.who("a", poll_interval_s=2.0)
     assert someone.waits_s == 1.25
+    assert world.who("b", poll_interval_s=2.0).waits_s is None
     (event,) = world.events
     assert (event.kind, event.reason, event.wait_s, event.session_id) == ("settle", "measurement settling", 1.25, "a")
     world.answer = lambda session_id: settling(300)
@@ -182,6 +183,8 @@ def test_it_sleeps_for_as_long_as_it_settles() -> None:
     world.now_s += 0.3
     assert someone.go().admission is not None
     assert [event.kind for event in world.events] == ["settle", "guarantee"]
+    early = World(lambda session_id: settling(4900)).who("a", poll_interval_s=0.5)
+    assert early.waits_s == 0.5  # it may be over before
 
 
 def test_it_looks_again_while_there_is_no_room() -> None:
