@@ -1,16 +1,22 @@
 """The SDK by itself: what importing it brings along, and clients that outlive their event loops."""
 
 import asyncio
+import re
 import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
 
 from polykv_proxy.client import AsyncPolyKVClient, PolyKVClient
 from tests.fake_engine import FakeEngine
 from tests.relay.conftest import Proxy
 
 OURS = {"polykv_proxy", "polykv_proxy.client"}
+PAGE = Path(__file__).parents[2] / "docs" / "sdk.md"
 FOREIGN = ("aiohttp", "langchain_core", "langchain", "langgraph", "openai", "orjson", "pydantic_settings", "uvloop")
 
 
@@ -82,6 +88,25 @@ async def test_threads_share_one_client(proxy: Proxy, engine: FakeEngine) -> Non
             loop = asyncio.get_running_loop()
             names = await asyncio.gather(*(loop.run_in_executor(threads, chat, i) for i in range(16)))
     assert names == [f"s{i}" for i in range(16)]
+
+
+async def test_the_page_says_what_works(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    assert len(blocks) == 3
+    monkeypatch.setenv("POLYKV_BASE_URL", proxy.url)
+    names: dict[str, Any] = {}
+
+    def follow() -> None:
+        for number, block in enumerate(blocks):
+            exec(compile(block, f"{PAGE.name} {number}", "exec"), names)
+            if number == 0:
+                names["polykv"] = PolyKVClient()
+                names["messages"] = [names["system"], {"role": "user", "content": "Look."}]
+        names["polykv"].close()
+
+    await asyncio.to_thread(follow)
+    assert names["reply"].polykv.prefix_n_tokens == names["pool"].prefix_len
+    assert names["delivery"].result
 
 
 async def test_a_cancelled_chat_leaves_the_engine(proxy: Proxy, engine: FakeEngine) -> None:
