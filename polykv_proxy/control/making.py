@@ -230,7 +230,10 @@ class PoolMaker(EngineSequences, ABC):
         tag, period = f"{what}-snapshot.{next(self._numbers)}", self._period
         self._tags.add(tag)
         try:
+            n_evicted = self._n_evicted
             await self._make_sequence()
+            if self._n_evicted > n_evicted:
+                await self._watch.refresh()  # another turn may have begun in the slot meanwhile
             self.ledger.sync()
             n_shared = -1 if n_tokens is None else n_tokens
             try:
@@ -238,6 +241,8 @@ class PoolMaker(EngineSequences, ABC):
             except SeqIdsExhausted as e:
                 if not await self._made_more_room(e, 0):
                     raise
+                await self._watch.refresh()
+                self.ledger.sync()
                 made = await self._engine.snapshot(id_slot, tag=tag, n_tokens=n_shared, want_tokens=n_tokens is None)
             self.require_period(period)
         except BaseException:

@@ -47,6 +47,7 @@ mostly_not = st.sampled_from([False, False, False, True])
 class Books(RuleBasedStateMachine):
     @initialize()
     def start(self) -> None:
+        self.last: dict[str, str] = {}
         self.loop = asyncio.new_event_loop()
         self.stack = AsyncExitStack()
         self.run(self._start())
@@ -161,6 +162,14 @@ class Books(RuleBasedStateMachine):
         pool_id = self.pick(pick)
         self.turn(self.text_of(pool_id)[:keep] + more, session, pool_id if named else None)
 
+    @precondition(lambda self: self.ids and self.last)
+    @rule(pick=picks, cut=picks, more=texts, named=st.booleans())
+    def go_on(self, pick: int, cut: int, more: str, named: bool) -> None:
+        """From somewhere in the last prompt, beside what the pool that is named now goes on with."""
+        session = sorted(self.last)[cut % len(self.last)]
+        prompt = self.last[session]
+        self.turn(prompt[: len(prompt) - cut % 30] + more[:20], session, self.pick(pick) if named else None)
+
     @rule(text=texts, session=sessions)
     def unpooled(self, text: str, session: str) -> None:
         self.turn("z" + text, session, None)
@@ -169,6 +178,7 @@ class Books(RuleBasedStateMachine):
         body = {"prompt": prompt, "n_predict": 3, "session_id": session, "pool_id": pool_id}
         status, answer = self.call("POST", "/completion", body)
         if status == 200:
+            self.last[session] = prompt
             context = list(prompt.encode())
             for letter in answer["content"]:
                 token = self.engine._next_token(context, 0)

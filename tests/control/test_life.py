@@ -217,6 +217,26 @@ async def test_nobody_gets_anothers_text_into_his_pool(plane):
     assert plane.engine.ready_pools() == []
 
 
+async def test_a_pool_of_a_slot_holds_what_is_there_when_room_for_it_was_made():
+    """Another pool gives its sequence for it, and meanwhile the slot has a turn that prefills the same text anew."""
+    async with FakeEngine(max_pools=2) as engine, planes(engine, heartbeat_s=60) as plane:
+        await plane.create(tokens=[1] * 30, name="goes")
+        await a_session_that_answered(plane, "Hello")
+        await plane.create(from_session="s", name="before")
+        await plane.call("POST", "/polykv/pools/before/pin")
+
+        async def begin_anew(request):
+            await _post(plane, {"prompt": "Hello", "id_slot": 1, "n_predict": 4, "cache_prompt": False})
+
+        engine.on("free", "request", begin_anew)
+        await plane.create(from_session="s", name="after")
+        await plane.control.refresh()
+        _, view = await plane.call("GET", "/polykv/pools")
+        own = {pool["name"]: pool["own_kv_cells"] for pool in view["pools"]}
+        assert own == {"goes": 0, "before": 9, "after": 9}
+        assert view["kv_cells_used"] == engine.cache.used() == 18
+
+
 async def test_snapshot_refused_by_the_engine(plane):
     await a_session_that_answered(plane, "Hello")
     plane.engine.slots[1].cut(0)

@@ -47,6 +47,8 @@ TIE = 0.1
 """Log-probability. Where other requests' cells lie moves the sums of attention: between two layouts of its cache stock
 moves its own by up to 0.06 on this model. One other token in the prefix moves them by ten times that."""
 MAX_STREAMS = N_SLOTS - 1
+MAX_CONTEXT = 250
+"""What two sessions begin with becomes a pool when it is a little longer."""
 STEPS_BETWEEN_DEATHS = 4
 """At least. Each costs a second, and what is to be lost must be made first."""
 SIZES = ("-c", "2048", "--parallel", str(N_SLOTS), "--kv-unified")
@@ -172,6 +174,7 @@ class Operations(RuleBasedStateMachine):
         self.served = self.stack.enter_context(Deployment(self.world.model, *ENGINE, dir_=dir_))
         self.pools: dict[int, Known] = {}
         self.streams: list[Stream] = []
+        self.contexts: dict[str, list[int]] = {}
         self.ids_seen: set[int] = set()
         self.n_drawn = 0
         self.n_steps_alive = 0
@@ -231,6 +234,20 @@ class Operations(RuleBasedStateMachine):
         assert (made["prefix_len"], made["branch_pos"]) == (len(tokens), branch_pos)
         self.ids_seen.add(made["pool_id"])
         self.pools[made["pool_id"]] = Known(tokens, -1 if parent is None else parent, branch_pos, name, pin)
+
+    @precondition(lambda self: self.contexts)
+    @rule(pick=picks)
+    def create_from_session(self, pick: int) -> None:
+        session = sorted(self.contexts)[pick % len(self.contexts)]
+        reply = self.served.http.post("/polykv/pools", json={"from_session": session})
+        if reply.status_code != 201:
+            assert reply.json()["error"]["code"] in SESSION_REFUSALS, reply.text
+            return
+        made, context = reply.json(), self.contexts[session]
+        assert made["pool_id"] not in self.ids_seen, "an id was used again"
+        assert len(context) - 1 <= made["prefix_len"] <= len(context)  # the last one may not be in the cache yet
+        self.ids_seen.add(made["pool_id"])
+        self.pools[made["pool_id"]] = Known(context[: made["prefix_len"]], -1, 0, None)
 
     @precondition(lambda self: self.pools)
     @rule(pick=picks, recursive=st.booleans())
@@ -295,6 +312,8 @@ class Operations(RuleBasedStateMachine):
         assert reply.status_code == 200, reply.text
         answer = reply.json()
         assert not (wrong := self.world.difference(prompt, answer["tokens"])), (wrong, answer["polykv"])
+        if session is not None:
+            self.contexts[f"agent-{session}"] = prompt + answer["tokens"]
         receipt = answer["polykv"]
         if receipt["pool_id"] is None:
             assert receipt["miss_reason"] == "not_resident", receipt
@@ -308,6 +327,24 @@ class Operations(RuleBasedStateMachine):
         reply = self.served.http.post("/completion", json=body)
         assert reply.status_code == 200, reply.text
         assert not (wrong := self.world.difference(prompt, reply.json()["tokens"])), wrong
+        self.contexts[f"agent-{session}"] = prompt + reply.json()["tokens"]
+
+    @precondition(lambda self: self.contexts)
+    @rule(pick=picks, cut=st.integers(0, 40), n=st.integers(1, 20), pool=st.none() | picks)
+    def go_on(self, pick: int, cut: int, n: int, pool: int | None) -> None:
+        """From a place near a session's end, whatever pool is named now: it may begin as the session did."""
+        session = sorted(self.contexts)[pick % len(self.contexts)]
+        context = self.contexts[session]
+        prompt = context[: max(1, len(context) - cut)] + self.draw(n)
+        if len(prompt) > MAX_CONTEXT:
+            return
+        body = ask(prompt, N_ANSWER) | {"session_id": session}
+        if pool is not None and self.pools:
+            body["pool_id"] = self.alike(prompt, pool)
+        reply = self.served.http.post("/completion", json=body)
+        assert reply.status_code == 200, reply.text
+        assert not (wrong := self.world.difference(prompt, reply.json()["tokens"])), (wrong, reply.json()["polykv"])
+        self.contexts[session] = prompt + reply.json()["tokens"]
 
     @precondition(lambda self: self.pools and len(self.streams) < MAX_STREAMS)
     @rule(pick=picks, n=st.integers(1, 20))
@@ -419,6 +456,11 @@ class Operations(RuleBasedStateMachine):
         self.n_drawn += 1
         return self.world.noise(self.n_drawn, n)
 
+    def alike(self, prompt: list[int], pick: int) -> int:
+        """A pool that begins as the prompt does, if there is any."""
+        alike = [pool_id for pool_id, known in self.pools.items() if known.tokens[0] == prompt[0]]
+        return sorted(alike or self.pools)[pick % len(alike or self.pools)]
+
     def pick(self, pick: int) -> int:
         return sorted(self.pools)[pick % len(self.pools)]
 
@@ -438,6 +480,7 @@ class Operations(RuleBasedStateMachine):
         return streams
 
 
+SESSION_REFUSALS = ("session_not_found", "session_not_resident", "seq_ids_exhausted", "kv_exhausted")
 PIN_REFUSALS = ("pin_budget", "kv_exhausted", "seq_ids_exhausted")
 
 

@@ -85,6 +85,8 @@ class Slot(Sequence):
     pool_seq: int = -1
     pool_gen: int = -1
     n_pool_shared: int = 0
+    n_of_pool: int = 0
+    """Of these, those of the pool in ``pool_seq``: a slot may hold the end of one that is gone behind them."""
     n_decoded: int = 0
     n_decoded_cum: int = 0
     n_in_batch: int = 0

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from tests.fake_engine.cache import OutOfCells, PoolSeq, Sequence, Slot, lcp
+from tests.fake_engine.cache import OutOfCells, PoolSeq, Sequence, lcp
 from tests.fake_engine.saved import HookError
 from tests.fake_engine.saving import Saving
 from tests.fake_engine.toy import N_VOCAB, Refused
@@ -90,8 +90,8 @@ class Hooks:
                 "n_tokens": len(s.tokens) + s.n_in_batch,
                 "n_prompt": s.n_prompt,
                 "n_cached": s.n_cached,
-                "n_pool_shared": s.n_pool_shared if self._is_attached(s) else 0,
-                "pool_seq": s.pool_seq if self._is_attached(s) else -1,
+                "n_pool_shared": min(s.n_of_pool, s.n_pool_shared) if self.engine.is_attached(s) else 0,
+                "pool_seq": s.pool_seq if self.engine.is_attached(s) else -1,
                 "n_decoded": s.n_decoded if s.state != "idle" else 0,
                 "n_decoded_cum": s.n_decoded_cum,
                 "tps_ewma": s.tps_ewma,
@@ -126,11 +126,6 @@ class Hooks:
             "flags": {} if e.n_batch is None else {"n_batch": e.n_batch},
             "finished": list(e.finished),
         }
-
-    def _is_attached(self, slot: Slot) -> bool:
-        """What was shared with a pool that is gone is not called shared any more."""
-        pools = [p for p in self.engine.pools if p.seq == slot.pool_seq and p.state == "ready"]
-        return bool(pools) and pools[0].gen == slot.pool_gen and slot.n_pool_shared > 0
 
     async def _render(self, request: web.Request) -> dict[str, Any]:
         self.engine.wake()
@@ -258,7 +253,7 @@ class Hooks:
         pool.share_from(slot, len(slot.tokens) if n < 0 else n)
         self.ready(pool, asked, -1, 0)
         slot.n_pool_shared = max(slot.n_pool_shared, len(pool.tokens))
-        slot.pool_seq, slot.pool_gen = pool.seq, pool.gen
+        slot.pool_seq, slot.pool_gen, slot.n_of_pool = pool.seq, pool.gen, len(pool.tokens)
         answer = self.answer(pool, len(pool.tokens), 0)
         return answer | {"tokens": pool.tokens} if asked.get("want_tokens") else answer
 

@@ -93,7 +93,8 @@ class Saving:
             raise HookError(409, f"slot {slot.id} is busy")
         parent = self.engine.saved.parent_of(state, asked["parent_seq"], branch_pos)
         self.engine.saved.load(state, parent, slot, branch_pos)
-        slot.n_pool_shared, slot.t_last = branch_pos, time.monotonic()
+        slot.n_pool_shared = slot.n_of_pool = branch_pos
+        slot.t_last = time.monotonic()
         slot.pool_seq, slot.pool_gen = (parent.seq, parent.gen) if parent is not None else (-1, -1)
         return {
             "id_slot": slot.id,

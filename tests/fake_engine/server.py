@@ -422,10 +422,23 @@ class FakeEngine:
             return
         p = lcp(pool.tokens, tokens)
         p = self.n_usable(pool, p if limit < 0 else min(p, limit))
-        if p > n_own:
+        if p <= 0 or (n_own >= p and slot.n_pool_shared >= p and self.is_attached(slot)):
+            return
+        if n_own > p and self.recurrent:
+            return
+        if n_own > p:  # it gives up its own copy of the beginning
+            slot.cells[:p] = pool.cells[:p]
+            slot.n_pool_shared = max(p, slot.n_pool_shared)
+        else:
             slot.share_from(pool, p)
-            slot.pool_seq, slot.pool_gen, slot.n_pool_shared = seq, pool.gen, p
-            pool.n_attach += 1
+            slot.n_pool_shared = p
+        slot.pool_seq, slot.pool_gen, slot.n_of_pool = seq, pool.gen, p
+        pool.n_attach += 1
+
+    def is_attached(self, slot: Slot) -> bool:
+        """What was shared with a pool that is gone is not called shared any more."""
+        pools = [p for p in self.pools if p.seq == slot.pool_seq and p.state == "ready"]
+        return bool(pools) and pools[0].gen == slot.pool_gen and slot.n_pool_shared > 0
 
     def _decode(self, slot: Slot, turn: Turn, body: dict[str, Any]) -> Any:
         limit = next((body[k] for k in ("max_tokens", "n_predict", "max_output_tokens") if k in body), self.n_gen)
