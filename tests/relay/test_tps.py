@@ -21,6 +21,7 @@ FIELDS = {"ts", "aggregate_tps", "mean_active_tps", "n_active", "n_warming", "se
 OF_SESSION = {
     *("session_id", "pool_id", "tps_ewma", "n_decoded", "ttft_ms"),
     *("state", "ctx_used", "ctx_total", "ctx_headroom_tokens"),
+    *("stalled", "stall_ms"),
 }
 
 
