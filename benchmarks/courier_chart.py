@@ -24,10 +24,21 @@ class Strip:
     samples: Sequence[Sample]
 
 
+def runs(holds: Sequence[bool]) -> list[tuple[int, int]]:
+    """First and last index of every stretch in which it holds."""
+    found: list[tuple[int, int]] = []
+    for i, one in enumerate(holds):
+        if one and found and found[-1][1] == i - 1:
+            found[-1] = (found[-1][0], i)
+        elif one:
+            found.append((i, i))
+    return found
+
+
 def svg(strips: Sequence[Strip], floor_tps: float, n_packages: int) -> str:
     """Blue the mean rate of those who decode, red the floor, pink below it, grey while the pool settles."""
     end_s = max(strip.samples[-1].at_s for strip in strips)
-    top_tps = max([2 * floor_tps, *(s.mean_tps or 0.0 for strip in strips for s in strip.samples)])
+    top_tps = 4 * floor_tps
     height = len(strips) * (STRIP + GAP) + 50
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif" '
@@ -49,17 +60,20 @@ def svg(strips: Sequence[Strip], floor_tps: float, n_packages: int) -> str:
         def tps(value: float, base: float = base) -> float:
             return base - STRIP * min(value, top_tps) / top_tps
 
-        for one, following in zip(strip.samples, strip.samples[1:], strict=False):
-            under = one.mean_tps is not None and one.mean_tps < floor_tps
-            for shown, colour in ((one.settling, "#dddddd"), (under, "#f4c7c3")):
-                if shown:
-                    place = f'x="{at(one.at_s):.1f}" width="{max(0.3, at(following.at_s) - at(one.at_s)):.1f}"'
-                    top = base - STRIP if colour == "#dddddd" else tps(floor_tps)
-                    parts.append(f'<rect {place} y="{top:.1f}" height="{base - top:.1f}" fill="{colour}"/>')
-        rate = " ".join(f"{at(s.at_s):.1f},{tps(s.mean_tps):.1f}" for s in strip.samples if s.mean_tps is not None)
+        for colour, top, holds in (
+            ("#dddddd", base - STRIP, [s.settling for s in strip.samples]),
+            ("#f4c7c3", tps(floor_tps), [s.mean_tps is not None and s.mean_tps < floor_tps for s in strip.samples]),
+        ):
+            for first, last in runs(holds):
+                x, end = at(strip.samples[first].at_s), at(strip.samples[min(last + 1, len(holds) - 1)].at_s)
+                place = f'x="{x:.1f}" width="{max(0.3, end - x):.1f}" y="{top:.1f}" height="{base - top:.1f}"'
+                parts.append(f'<rect {place} fill="{colour}"/>')
+        for first, last in runs([s.mean_tps is not None for s in strip.samples]):
+            shown = strip.samples[first : last + 1]
+            rate = " ".join(f"{at(s.at_s):.1f},{tps(s.mean_tps or 0.0):.1f}" for s in shown)
+            parts.append(f'<polyline points="{rate}" fill="none" stroke="#1a5fb4" stroke-width="1"/>')
         live = " ".join(f"{at(s.at_s):.1f},{base - STRIP * s.n_live / n_packages:.1f}" for s in strip.samples)
         parts += [
-            f'<polyline points="{rate}" fill="none" stroke="#1a5fb4" stroke-width="1"/>',
             f'<polyline points="{live}" fill="none" stroke="#777" stroke-width="1.2" stroke-dasharray="4 2"/>',
             level(tps(floor_tps), "#c01c28"),
             level(base, "black"),
