@@ -1,7 +1,11 @@
 """LangChain and LangGraph on pools: ``pip install 'polykv-proxy[langgraph]'``, with agents ``'polykv-proxy[agents]'``.
 
 chat         ``ChatPolyKV``: a chat model whose conversations are sessions of a pool
-door         how one of its requests comes past the gate
+state        what graphs keep of pools: keys, reducers, ``PolyKVContext``
+gate         ``CapacityGate``, and what graphs do with a refusal
+couriers     ``CourierNode``: a list of jobs, one session for each
+toolkit      ``PolyKVToolkit``: pools as tools
+door         how one request of the chat model comes past the gate
 metadata     what a reply says of itself
 structured   help for structured output
 connections  HTTP that belongs to no event loop
@@ -16,13 +20,46 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from polykv_proxy.langgraph.chat import ChatPolyKV as ChatPolyKV
     from polykv_proxy.langgraph.chat import OpencotiChatModel as OpencotiChatModel
+    from polykv_proxy.langgraph.couriers import CourierNode as CourierNode
     from polykv_proxy.langgraph.errors import ChatPoolSaturatedError as ChatPoolSaturatedError
     from polykv_proxy.langgraph.errors import IncompleteAnswerError as IncompleteAnswerError
     from polykv_proxy.langgraph.errors import PoolSaturatedError as PoolSaturatedError
+    from polykv_proxy.langgraph.gate import CapacityGate as CapacityGate
+    from polykv_proxy.langgraph.gate import polykv_retry_on as polykv_retry_on
+    from polykv_proxy.langgraph.gate import route_on_capacity as route_on_capacity
+    from polykv_proxy.langgraph.gate import saturated_handler as saturated_handler
+    from polykv_proxy.langgraph.state import PolyKVContext as PolyKVContext
+    from polykv_proxy.langgraph.state import PolyKVState as PolyKVState
+    from polykv_proxy.langgraph.state import merge_polykv as merge_polykv
+    from polykv_proxy.langgraph.state import polykv_update as polykv_update
+    from polykv_proxy.langgraph.state import take_last as take_last
+    from polykv_proxy.langgraph.toolkit import PolyKVToolkit as PolyKVToolkit
 
 _ROOMS = {
-    "chat": ("ChatPolyKV", "OpencotiChatModel"),
-    "errors": ("ChatPoolSaturatedError", "IncompleteAnswerError", "PoolSaturatedError"),
+    "chat": (
+        "ChatPolyKV",
+        "OpencotiChatModel",
+    ),
+    "couriers": ("CourierNode",),
+    "errors": (
+        "ChatPoolSaturatedError",
+        "IncompleteAnswerError",
+        "PoolSaturatedError",
+    ),
+    "gate": (
+        "CapacityGate",
+        "polykv_retry_on",
+        "route_on_capacity",
+        "saturated_handler",
+    ),
+    "state": (
+        "PolyKVContext",
+        "PolyKVState",
+        "merge_polykv",
+        "polykv_update",
+        "take_last",
+    ),
+    "toolkit": ("PolyKVToolkit",),
 }
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
 _EXTRA_OF = {
@@ -34,11 +71,22 @@ _EXTRA_OF = {
 }
 
 __all__ = [
+    "CapacityGate",
     "ChatPolyKV",
     "ChatPoolSaturatedError",
+    "CourierNode",
     "IncompleteAnswerError",
     "OpencotiChatModel",
+    "PolyKVContext",
+    "PolyKVState",
+    "PolyKVToolkit",
     "PoolSaturatedError",
+    "merge_polykv",
+    "polykv_retry_on",
+    "polykv_update",
+    "route_on_capacity",
+    "saturated_handler",
+    "take_last",
 ]
 
 
