@@ -12,7 +12,7 @@ attach    the slot shares the cells of ``[0, P)`` with the pool: no copy, no pre
 Rooms: ``tree`` (pools, hashes, matching; pure), ``gate`` (admission; pure), ``upstream`` (everything that talks
 to llama-server), ``store`` (the journal that pools survive restarts in), ``control`` (the one writer of state),
 ``relay`` (the data plane), ``routes`` (the control plane), ``engine`` (fetch, patch, build and supervise llama-server),
-``cli`` (``polykvctl``).
+``cli`` (``polykvctl``), ``client`` (the Python SDK; knows none of the others).
 """
 
 __version__ = "0.1.0"
