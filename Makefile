@@ -37,9 +37,9 @@ demo: engine  ## the main job on a real engine and model, beside the same work w
 up: engine  ## engine and proxy in the foreground (MODEL=path.gguf for another model, ARGS=… for polykvctl up)
 	@exec $(BIN)/polykvctl up $(if $(MODEL),--model '$(MODEL)') $(ARGS)
 
-# Two workers: real engines in one of them, one at a time; what needs none beside it (tests/conftest.py).
+# Two workers: real engines in one of them, one at a time; what needs none beside them (tests/conftest.py).
 test: install .test-setup  ## every test except the slow ones (ARGS=… for pytest)
-	@$(BIN)/python -m pytest -m 'not slow' -n 2 --dist loadgroup $(ARGS)
+	@$(BIN)/python -m pytest -m 'not slow' -n 2 $(ARGS)
 
 test-all: install .test-setup  ## every test (ARGS=… for pytest)
 	@$(BIN)/python -m pytest $(ARGS)

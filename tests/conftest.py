@@ -1,6 +1,9 @@
 """Fixtures that every test may use, and which tests may run beside each other."""
 
 from collections.abc import AsyncIterator
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -20,14 +23,22 @@ async def engine() -> AsyncIterator[FakeEngine]:
         yield engine
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With several workers (``-n 2 --dist loadgroup``): one real engine at a time, and modules stay whole.
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Of two workers (``-n 2``) one has all modules with real engines, which run one at a time; none is torn apart.
 
     An engine decodes on one core and its test waits for it; most others wait for clocks and disks.
     """
-    if not config.pluginmanager.hasplugin("xdist"):
-        return
-    for item in items:
-        group = "engine" if item.get_closest_marker("engine") else item.nodeid.partition("::")[0]
-        item.add_marker(pytest.mark.xdist_group(group))
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            module = nodeid.partition("::")[0]
+            return "engine" if runs_engines(config.rootpath / module) else module
+
+    return Scheduling(config, log)
+
+
+@cache
+def runs_engines(module: Path) -> bool:
+    return "mark.engine" in module.read_text(encoding="utf-8")
