@@ -191,9 +191,12 @@ class Courier(Generic[Item, Made]):
 
     def _spawned(self, job: Job[Item], admission: Admission) -> float:
         now_s = time.monotonic()
-        self._happened(
-            PaceEvent("spawn", now_s, job.pool_id, job.session_id, admission.reason, capacity=admission.capacity)
-        )
+        spawn = PaceEvent("spawn", now_s, job.pool_id, job.session_id, admission.reason, capacity=admission.capacity)
+        try:
+            self._happened(spawn)
+        except BaseException:  # of who listens: it will not start
+            admission.abandon()
+            raise
         return now_s
 
     def _happened(self, event: PaceEvent) -> None:

@@ -208,6 +208,18 @@ async def test_a_pacer_that_gives_up_ends_it() -> None:
             await asyncio.to_thread(Courier(client, "p", lambda job: None, pacer=pacer).run, [1])
 
 
+async def test_a_listener_that_fails_leaves_the_line_free() -> None:
+    gate = ToyGate(room=1)
+
+    def listen(event: Any) -> None:
+        raise KeyError(event.kind)
+
+    async with gate.asynchronous() as client:
+        with pytest.raises(KeyError, match="spawn"):
+            await Courier(client, "p", lambda job: None, on_event=listen).arun([1])
+        assert (await asyncio.wait_for(AsyncAdmissionPacer(client, "p").acquire(), SOON_S)).reason == "ok"
+
+
 async def test_the_wrong_client_is_told() -> None:
     gate = ToyGate(room=1)
     async with gate.asynchronous() as aclient:
