@@ -183,8 +183,8 @@ class Courier(Generic[Item, Made]):
             job.accepted()
 
     def _refused(self, job: Job[Item], error: PoolSaturatedError, pacer: AdmissionPacer | AsyncAdmissionPacer) -> None:
-        pacer.penalize(error.retry_after)
         now_s = time.monotonic()
+        pacer.penalize(error.retry_after)
         self._happened(
             PaceEvent("saturated", now_s, job.pool_id, job.session_id, error.reason or error.code, error.retry_after)
         )
