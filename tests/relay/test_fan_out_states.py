@@ -176,6 +176,27 @@ async def test_one_sequence_is_enough(make_proxy: ProxyMaker) -> None:
         assert n_prefilled(engine) == n_due(engine, WORDS[:3]) + n_shared
 
 
+async def test_who_stands_in_line_for_a_slot_goes_on_from_a_state_too(make_proxy: ProxyMaker) -> None:
+    """Nobody was sent yet: what they share is prefilled once, and what comes after the last state before its end."""
+    async with (
+        FakeEngine(recurrent=True, n_slots=1) as engine,
+        make_proxy(engine.url, warm_after_s=0, **SHORT) as proxy,
+    ):
+        hold = Hold()
+        engine.on("/completion", "prefill", hold)
+        busy = asyncio.create_task(proxy.client.post("/completion", json={"prompt": "other", "n_predict": 1}))
+        await hold.reached()
+        before = n_prefilled(engine)
+        asked = [asyncio.create_task(ask(proxy, text)) for text in WORDS[:4]]
+        await until(lambda: proxy.control.slots.n_waiting == 4)
+        hold.release()
+        await busy
+        receipts = await asyncio.gather(*asked)
+        assert receipts[0]["cached_n_tokens"] == 0
+        n_again = n_prefilled(engine) - before - n_due(engine, WORDS[:4]) - len("other")
+        assert 0 < n_again < 4 * BEFORE_END
+
+
 @pytest.mark.parametrize("op", ["snapshot", "materialize"])
 async def test_what_the_engine_refuses_is_done_without(engine: FakeEngine, proxy: Proxy, op: str) -> None:
     refusal = {"error": {"code": 500, "message": "no", "type": "polykv_error"}}
