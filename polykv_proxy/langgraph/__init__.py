@@ -5,6 +5,8 @@ state        what graphs keep of pools: keys, reducers, ``PolyKVContext``
 gate         ``CapacityGate``, and what graphs do with a refusal
 couriers     ``CourierNode``: a list of jobs, one session for each
 toolkit      ``PolyKVToolkit``: pools as tools
+compaction   ``CompactionNode``: a conversation that fills its context goes on from a summary
+middleware   pool, gate and compaction for ``langchain.agents``
 door         how one request of the chat model comes past the gate
 metadata     what a reply says of itself
 structured   help for structured output
@@ -20,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from polykv_proxy.langgraph.chat import ChatPolyKV as ChatPolyKV
     from polykv_proxy.langgraph.chat import OpencotiChatModel as OpencotiChatModel
+    from polykv_proxy.langgraph.compaction import CompactionNode as CompactionNode
     from polykv_proxy.langgraph.couriers import CourierNode as CourierNode
     from polykv_proxy.langgraph.errors import ChatPoolSaturatedError as ChatPoolSaturatedError
     from polykv_proxy.langgraph.errors import IncompleteAnswerError as IncompleteAnswerError
@@ -28,6 +31,10 @@ if TYPE_CHECKING:
     from polykv_proxy.langgraph.gate import polykv_retry_on as polykv_retry_on
     from polykv_proxy.langgraph.gate import route_on_capacity as route_on_capacity
     from polykv_proxy.langgraph.gate import saturated_handler as saturated_handler
+    from polykv_proxy.langgraph.middleware import CapacityGateMiddleware as CapacityGateMiddleware
+    from polykv_proxy.langgraph.middleware import PolyKVAgentState as PolyKVAgentState
+    from polykv_proxy.langgraph.middleware import PolyKVCompactionMiddleware as PolyKVCompactionMiddleware
+    from polykv_proxy.langgraph.middleware import PolyKVPoolMiddleware as PolyKVPoolMiddleware
     from polykv_proxy.langgraph.state import PolyKVContext as PolyKVContext
     from polykv_proxy.langgraph.state import PolyKVState as PolyKVState
     from polykv_proxy.langgraph.state import merge_polykv as merge_polykv
@@ -36,6 +43,13 @@ if TYPE_CHECKING:
     from polykv_proxy.langgraph.toolkit import PolyKVToolkit as PolyKVToolkit
 
 _ROOMS = {
+    "middleware": (
+        "CapacityGateMiddleware",
+        "PolyKVAgentState",
+        "PolyKVCompactionMiddleware",
+        "PolyKVPoolMiddleware",
+    ),
+    "compaction": ("CompactionNode",),
     "chat": (
         "ChatPolyKV",
         "OpencotiChatModel",
@@ -72,12 +86,17 @@ _EXTRA_OF = {
 
 __all__ = [
     "CapacityGate",
+    "CapacityGateMiddleware",
     "ChatPolyKV",
     "ChatPoolSaturatedError",
+    "CompactionNode",
     "CourierNode",
     "IncompleteAnswerError",
     "OpencotiChatModel",
+    "PolyKVAgentState",
+    "PolyKVCompactionMiddleware",
     "PolyKVContext",
+    "PolyKVPoolMiddleware",
     "PolyKVState",
     "PolyKVToolkit",
     "PoolSaturatedError",

@@ -7,7 +7,7 @@ moment ago are too many together.
 
 import asyncio
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import Any, Literal
 
 from langchain_core.runnables import Runnable, RunnableConfig
@@ -32,10 +32,11 @@ class CapacityGate(Runnable[Any, Command[Any]]):
     Goes to ``spawn`` when one more session of the pool may start, with ``capacity_ok``, ``headroom_sessions`` and
     ``mean_active_tps`` in the state. While sessions settle or warm up nobody knows, so it waits, ``max_wait`` at most.
     When there is no room: ``route`` goes to ``hold``; ``wait`` looks every ``poll_interval`` and goes to ``hold`` after
-    ``max_wait``; ``interrupt`` interrupts the graph, and looks again when it is resumed; ``raise`` raises
-    PoolSaturatedError.
+    ``max_wait``, or raises with ``after_wait="raise"``; ``interrupt`` interrupts the graph, and looks again when it is
+    resumed; ``raise`` raises PoolSaturatedError.
 
-    ``pool_id``: else that of the state. ``expected_tokens``: what the session will hold beyond the pool.
+    ``pool_id``: else that of the state. ``session_of(state)``: whose session it is; one that the server knows goes on.
+    ``expected_tokens``: what the session will hold beyond the pool.
     ``client``, ``async_client``: else those of ``PolyKVContext``. Seconds.
     """
 
@@ -49,12 +50,15 @@ class CapacityGate(Runnable[Any, Command[Any]]):
         on_saturated: Literal["route", "wait", "interrupt", "raise"] = "route",
         max_wait: float | None = 60.0,
         poll_interval: float = 1.0,
+        after_wait: Literal["route", "raise"] = "route",
+        session_of: Callable[[Mapping[str, Any]], str | None] | None = None,
         client: PolyKVClient | None = None,
         async_client: AsyncPolyKVClient | None = None,
     ):
         self._pool_id, self._expected_tokens = pool_id, expected_tokens
         self._spawn, self._hold, self._on_saturated = spawn, hold, on_saturated
-        self._max_wait, self._poll_interval = max_wait, poll_interval
+        self._max_wait, self._poll_interval, self._after_wait = max_wait, poll_interval, after_wait
+        self._session_of = session_of
         self._client, self._async_client = client, async_client
 
     @property
@@ -101,11 +105,12 @@ class CapacityGate(Runnable[Any, Command[Any]]):
         pool_id = self._pool_id if self._pool_id is not None else pool_of(state)
         if pool_id is None:
             raise ValueError('CapacityGate knows no pool: pass pool_id, or put {"polykv": {"pool_id": …}} in the state')
+        session_id = self._session_of(state) if self._session_of is not None else None
         began_s = time.monotonic()
         while True:
-            found = yield capacity(pool_id, expected_tokens=self._expected_tokens)
+            found = yield capacity(pool_id, expected_tokens=self._expected_tokens, session_id=session_id)
             assert found is not None, "who drives this sends what was asked for"
-            decision = decide(found)
+            decision = Go(None, found.reason) if found.known_session else decide(found)
             if isinstance(decision, Go):
                 return Command(update=capacity_update(found, ok=True), goto=self._spawn)
             if decision.kind == "saturated" and self._on_saturated == "interrupt":
@@ -118,7 +123,7 @@ class CapacityGate(Runnable[Any, Command[Any]]):
                 pause_s = decision.seconds if decision.seconds is not None else self._poll_interval
                 yield pause_s if left_s is None else min(pause_s, left_s)
                 continue
-            if self._on_saturated == "raise":
+            if self._on_saturated == "raise" or self._after_wait == "raise":
                 raise PoolSaturatedError(
                     f"no room on pool {pool_id}: {decision.reason}",
                     code="pool_saturated",

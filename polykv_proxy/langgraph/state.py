@@ -6,9 +6,10 @@ Everything in the state is plain data, as checkpoints want it; clients and pacer
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, TypedDict, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from langgraph.runtime import get_runtime
+from typing_extensions import TypedDict  # the one that LangGraph's own states are made of
 
 from polykv_proxy.client import AdmissionPacer, AsyncAdmissionPacer, AsyncPolyKVClient, Capacity, PolyKVClient
 

@@ -45,6 +45,7 @@ class ToyServer:
         self.bodies: list[dict[str, Any]] = []
         self.requests: list[httpx.Request] = []
         self.says, self.thinks = ["hello", " world"], ""
+        self.receipt: dict[str, Any] = dict(RECEIPT)
         self.answer: Callable[[httpx.Request], httpx.Response | None] = lambda request: None
         self.cut = self.often = False
         self.lock = threading.Lock()
@@ -79,7 +80,7 @@ class ToyServer:
                 message["tool_calls"] = calls
             choice = {"index": 0, "message": message, "finish_reason": finish}
             whole = {"id": "c", "object": "chat.completion", "created": 1, "model": body["model"]}
-            extra = {"usage": USAGE, "timings": TIMINGS, "polykv": RECEIPT}
+            extra = {"usage": USAGE, "timings": TIMINGS, "polykv": self.receipt}
             return httpx.Response(200, json={**whole, "choices": [choice], **extra})
         return httpx.Response(200, content=b"".join(self._events(body, text, calls, finish)))
 
@@ -101,7 +102,7 @@ class ToyServer:
         if self.cut:
             return
         last = {**base, "choices": [{"index": 0, "delta": {}, "finish_reason": finish}]}
-        extra = {"timings": TIMINGS, "polykv": RECEIPT}
+        extra = {"timings": TIMINGS, "polykv": self.receipt}
         if (body.get("stream_options") or {}).get("include_usage"):
             yield _event(last)
             yield _event({**base, "choices": [], "usage": USAGE, **extra})
