@@ -29,6 +29,30 @@ def gate_id(session_id: SessionId, number: int) -> SessionId:
     return session_id if number == 1 else SessionId(f"{session_id}\0{number}")
 
 
+class EngineClock:
+    """When the engine took a reading, by our clock: a rate is tokens over the time between two readings, and an answer
+    may be late by as much as lies between them.
+
+    A reading was taken after it was asked for. So the question that was answered soonest tells the two clocks apart
+    best, and with every reading it is known better.
+    """
+
+    def __init__(self) -> None:
+        self._epoch: str | None = None
+        self._ahead_s = float("-inf")
+
+    def when(self, epoch: str, ts: float | None, asked_s: float, known_s: float) -> float:
+        """Seconds of our clock, from ``asked_s`` to ``known_s``. ``ts``: of the engine's, None = it does not say."""
+        if ts is None:
+            return asked_s
+        if epoch != self._epoch:
+            self._epoch, self._ahead_s = epoch, float("-inf")
+        self._ahead_s = max(self._ahead_s, asked_s - ts)
+        if ts + self._ahead_s > known_s:
+            self._ahead_s = asked_s - ts  # somebody set the engine's clock
+        return ts + self._ahead_s
+
+
 class GateFacts:
     def __init__(
         self,
@@ -46,6 +70,7 @@ class GateFacts:
         self._tree, self._sessions, self._slots, self._watch = tree, sessions, slots, watch
         self._room, self._ledger, self._rates, self._policies = room, ledger, rates, policies
         self._clock = clock
+        self._engine_clock = EngineClock()
 
     def read(self) -> EngineFacts | None:
         """By the last stats; None: the engine is away, or nothing is known of this start of it."""
@@ -60,7 +85,7 @@ class GateFacts:
         self._ledger.sync()
         counted = self._room.n_total is not None
         return EngineFacts(
-            watch.asked_s,
+            self._engine_clock.when(stats.epoch, stats.ts, watch.asked_s, self._clock()),
             self._live(),
             n_prefilled=stats.n_prompt_cum,
             cells_total=self._room.n_total,
