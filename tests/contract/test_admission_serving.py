@@ -55,7 +55,7 @@ class Busy:
             asyncio.create_task(post(self._proxy, name, **({"n_predict": 2000, "stream": True} | fields)))
         )
         rate = self._proxy.control.door.rate_of
-        await until(lambda: (r := rate(name)) is not None and r.tps is not None and r.tps > 0)
+        await until(lambda: (r := rate(name)) is not None and r.tps is not None and r.tps > 0, 15)
 
     async def end(self) -> None:
         for turn in self.turns:
@@ -387,3 +387,28 @@ async def test_a_reading_has_who_is_in_and_not_who_waits(engine: FakeEngine, pro
     assert before["busy"].own_cells > len("You are busy.")
     waits.cancel()
     await asyncio.wait([waits])
+
+
+async def test_the_policy_of_the_settings_gates_pools_without_one(engine: FakeEngine, make_proxy: ProxyMaker) -> None:
+    async with make_proxy(engine.url, default_target_tps=FLOOR, default_mode="enforced") as proxy:
+        engine.token_s = 0.01
+        await made(proxy, prompt=ROOT, name="root")
+        busy = Busy(proxy, engine)
+        await busy.begin()
+        refused = await post(proxy, "new", n_predict=1)
+        assert refused.status_code == 429
+        assert (await admissions(proxy))[0]["scope"] == 1
+        await busy.end()
+
+
+async def test_a_session_that_is_deleted_gives_its_place_to_the_next(proxy: Proxy, busy: Busy) -> None:
+    await set_policy(proxy, settle_max_ms=0, on_saturation="queue")
+    assert (await post(proxy, "done", n_predict=200)).status_code == 200
+    await until(lambda: proxy.control.door.gate.measured.rates.n_active == 0)
+    waits = asyncio.create_task(post(proxy, "next"))
+    await until(lambda: proxy.control.door.n_waiting == 1)
+    (shown, *_) = await admissions(proxy)
+    assert shown["reason"] == "projected mean tps below floor (idle estimate)"
+    assert (await proxy.client.delete("/polykv/sessions/done")).status_code == 200
+    assert (await waits).status_code == 200
+    assert (await admissions(proxy))[0]["decision"] == "guaranteed"
