@@ -94,7 +94,7 @@ def test_who_waits_for_an_answer_when_it_ends_is_told(launch: Launcher, noise: N
 def test_who_reads_late_is_told_too(launch: Launcher, noise: Noise) -> None:
     """The server is in the middle of writing to this client when its main loop ends, and not waiting for a result."""
     engine = launch.pooled("dense", "--no-cache-idle-slots")
-    n_tokens, n_buffered = 150, 64 << 10  # with so many log-probabilities more than all buffers in between hold
+    n_tokens, n_buffered = 80, 64 << 10  # 60 kB each: more than all buffers in between hold, and soon read
     body = {"prompt": noise(1, 20), "n_predict": MANY_TOKENS, "ignore_eos": True, "temperature": 0}
     late = json.dumps(body | {"stream": True, "n_probs": N_PROBS, "id_slot": 0})
     head = f"POST /completion HTTP/1.1\r\nHost: engine\r\nContent-Length: {len(late)}\r\n\r\n"
@@ -112,8 +112,7 @@ def test_who_reads_late_is_told_too(launch: Launcher, noise: Noise) -> None:
         read = b"".join(iter(lambda: client.recv(1 << 20), b""))
         assert process.wait(30) == 0
         engine.server.process = None
-    *events, last = [line for line in read.splitlines() if line.startswith(b"data: ")]
-    assert len(events) > n_tokens
-    assert len(read) > 8 << 20
+    assert len(read) > 4 << 20, "all that was decoded comes first"
+    last = [line for line in read.splitlines() if line.startswith(b"data: ")][-1]
     assert json.loads(last.removeprefix(b"data: "))["error"]["message"] == "the server is shutting down"
     assert read.endswith(b"0\r\n\r\n")
