@@ -131,6 +131,8 @@ class Keeping:
 
     async def _drop(self, pools: Sequence[Pool]) -> dict[str, Any]:
         """Free these pools' sequences. Gives what became free; None when the engine could not be asked."""
+        for pool in pools:
+            pool.sent_away_s = pool.last_use_s
         held = [pool for pool in pools if pool.seq_id is not None]
         if not held:
             return {"seq_ids": 0, "kv_cells": 0, "kv_bytes": 0}

@@ -95,6 +95,8 @@ class Restorer:
 
     def engine_started(self, stats: Stats) -> None:
         """A new epoch was seen: if it runs another model, nothing of the tree is for it."""
+        for pool in self._tree:
+            pool.sent_away_s = float("-inf")
         fingerprint = stats.model.fingerprint
         if fingerprint == self._fingerprint and (self._is_bound or self._binding_runs):
             return
@@ -202,7 +204,7 @@ class Restorer:
         """
         away = [pool for pool in self._tree if self._residency.held(pool) is None]
         now_s = self._clock()
-        wanted = [pool for pool in away if pool.pin or self._grace_end_s(pool) > now_s]
+        wanted = [pool for pool in away if pool.pin or (self._grace_end_s(pool) > now_s and not _is_sent_away(pool))]
         saved = {pool.pool_id for pool in wanted if self._is_saved(pool)}
         leaves = {p.pool_id for p in wanted if p.pool_id in saved and not p.pin and self._leaves_at_s(p) <= now_s}
         wanted = [pool for pool in wanted if pool.pool_id not in leaves]
@@ -221,6 +223,8 @@ class Restorer:
                 return
             if self._tree.find(pool.pool_id) is not pool or self._residency.held(pool) is not None:
                 continue
+            if not pool.pin and _is_sent_away(pool):
+                continue
             try:
                 if not pool.pin and not await self._has_room(pool):
                     n_left = len(wanted) - place
@@ -234,3 +238,8 @@ class Restorer:
         """Whether it can come back without anybody leaving for it. Raises UpstreamError and its heirs."""
         n_cells = self._residency.n_missing(pool)
         return self._residency.n_free() > 0 and (self._room.fits(n_cells) or await self._room.fits_now(n_cells))
+
+
+def _is_sent_away(pool: Pool) -> bool:
+    """Somebody ordered it out of the cache since the engine started, and nobody used it after that."""
+    return pool.last_use_s <= pool.sent_away_s

@@ -49,6 +49,9 @@ class Pool:
     created_s: float = 0.0
     last_access_s: float = 0.0
     used_s: float = 0.0
+    sent_away_s: float = float("-inf")
+    """Its last use when somebody ordered it out of the cache of this start of the engine: until the next use it is not
+    brought back unasked."""
     n_queries: int = 0
     n_hits: int = 0
     n_query_tokens: int = 0

@@ -162,6 +162,25 @@ async def test_a_cold_pool_is_brought_back_by_its_pin_or_the_error_says_why_not(
     assert not plane.control.tree.get("a").pin
 
 
+async def test_what_was_ordered_out_is_not_brought_back_by_the_start_before(plane):
+    """The heartbeat brings pools back once for each start of the engine, and may come after the order."""
+    await plane.create(tokens=[1] * 300, name="a")
+    await plane.create(tokens=[2] * 300, name="b")
+    await plane.engine.restart()
+    await plane.control.refresh()
+    brought = plane.control.restorer
+    for name in ("a", "b"):
+        await plane.control.residency.ensure(plane.control.tree.get(name))
+    await plane.call("POST", "/polykv/pools/a/evict")
+    brought._brought_epoch = None
+    brought.bring_back()
+    await eventually(lambda: brought._bringing is None or brought._bringing.done())
+    assert residencies(plane) == {"a": "cold", "b": "resident"}
+    await plane.engine.restart()
+    await plane.control.refresh()
+    await eventually(lambda: residencies(plane) == {"a": "resident", "b": "resident"})
+
+
 async def test_everything_above_a_session_stays_also_what_it_does_not_inherit(plane):
     await plane.create(tokens=[1] * 300, name="root")
     await plane.fork("root", tokens=[1] * 100 + [2] * 100, name="branch")
