@@ -1,36 +1,42 @@
 """What the courier's benchmark makes of what it measured."""
 
+import math
 from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks.courier import Arm, Found, Turn, TurnRun, chart, report
+from benchmarks.courier import Arm, Found, Turn, TurnRun, chart, report, verdict
 from benchmarks.courier_chart import Sample, runs
 
-TURN = Turn(prompt=[1], answer=[5, 6, 7], second=[8, 9, 10], margin=[2.0, 0.1, 0.1], pause_s=0.0)
+FAR = {20: 3.0}
+TURN = Turn(
+    prompt=[1], answer=[5, 6, 7], behind=[{5: 0.0, 8: 2.0}, {6: 0.0, 9: 0.1}, {7: 0.0, 10: 0.9} | FAR], pause_s=0.0
+)
 
 
 @pytest.mark.parametrize(
-    ("tokens", "verdict"),
+    ("tokens", "gap", "said"),
     [
-        ([5, 6, 7], "exact"),
-        ([5, 9, 1], "rounding"),
-        ([5, 6, 10], "rounding"),
-        ([8, 6, 7], "wrong"),  # the second likeliest, but not nearly as likely
-        ([5, 10, 7], "wrong"),  # not even that
-        ([5, 6], "wrong"),
-        ([], "wrong"),
-        ([5, 9], "wrong"),
-        ([5, 6, 7, 8], "wrong"),
+        ([5, 6, 7], 0.0, "exact"),
+        ([5, 9, 1], 0.1, "rounding"),
+        ([5, 6, 10], 0.9, "rounding"),
+        ([8, 6, 7], 2.0, "wrong"),  # among the likeliest, but not nearly as likely
+        ([5, 6, 20], 3.0, "wrong"),
+        ([5, 10, 7], math.inf, "wrong"),  # not even that
+        ([5, 6], math.inf, "wrong"),
+        ([], math.inf, "wrong"),
+        ([5, 9], math.inf, "wrong"),
+        ([5, 6, 7, 8], math.inf, "wrong"),
     ],
 )
-def test_answers_are_right_up_to_rounding(tokens: list[int], verdict: str) -> None:
-    assert TURN.judge(tokens) == verdict
+def test_answers_are_right_up_to_rounding(tokens: list[int], gap: float, said: str) -> None:
+    assert TURN.gap(tokens) == gap
+    assert verdict(gap) == said
 
 
-def arm(name: str, under_s: float, verdict: str = "exact") -> Arm:
+def arm(name: str, under_s: float, gap: float = 0.0) -> Arm:
     samples = [Sample(0.2 * i, 20.0 - i, i, i == 3) for i in range(12)]
-    turns = [TurnRun(verdict, 32, 2.0, 0.5), TurnRun("exact", 32, 1.0, 0.5)]
+    turns = [TurnRun(gap, 32, 2.0, 0.5), TurnRun(0.0, 32, 1.0, 0.5)]
     errors = {"model": [1.0, 3.0]}
     return Arm(name, 10.0, under_s, under_s / 2, [4.0, 8.0], turns, samples, [], [], errors)
 
@@ -61,8 +67,8 @@ def test_the_chart_is_svg_with_a_strip_for_each_arm() -> None:
 def test_what_does_not_hold_is_said() -> None:
     assert found(arm("none", 9.0), arm("settled", 4.0)).broken_promises() == []
     assert found(arm("none", 4.0), arm("settled", 4.0)).broken_promises() != []
-    assert found(arm("none", 9.0, "wrong")).broken_promises() == ["none: 1 answers are wrong"]
-    assert found(arm("none", 9.0, "rounding")).broken_promises() == []
+    assert found(arm("none", 9.0, math.inf)).broken_promises() == ["none: 1 answers are wrong"]
+    assert found(arm("none", 9.0, 0.9)).broken_promises() == []
     broken = arm("none", 9.0)
     broken.turns.pop()
     broken.failures.append("none-package-1: no")
