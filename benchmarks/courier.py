@@ -22,8 +22,9 @@ it had settled, by the proxy's own receipts.
 Every answer is compared, token by token, with what the same turn answered alone before the arms. What differs is only
 taken for rounding (batches of other sizes and cells in another order add up differently) if the first other token was
 nearly as likely: less than 1 behind, in natural logarithms. A stock llama-server moves that distance by 0.14 (median of
-12 places, at most 0.33) when it prefills the same prompt in other pieces. With `--assert` the run ends with 1 unless every package was delivered, no answer was
-wrong, no turn of an admitted session was refused, and settled was under the floor for less time than none.
+12 places, at most 0.33) when it prefills the same prompt in other pieces. With `--assert` the run ends with 1 unless
+every package was delivered, no answer was wrong, no turn of an admitted session was refused, and settled was under the
+floor for less time than none.
 """
 
 import argparse
