@@ -52,7 +52,8 @@ class ChatPolyKV(BaseChatOpenAI):
 
     ``pool_id``, ``session_id``, ``overcommit``: of every call that does not give its own. ``session_id`` names one
     conversation: leave it out, or set it per call, for a model that several agents use.
-    ``on_saturated``: ``raise`` PoolSaturatedError at once, or ``wait`` in the pacer's line, at most ``max_wait_s``.
+    ``on_saturated``: ``raise`` PoolSaturatedError at once, or ``wait`` in the pacer's line, at most ``max_wait_s``;
+    who stands first in it looks every ``poll_interval_s`` whether there is room.
     ``strict_stream``: raise when a streamed answer ends without a reason to.
     ``context_window``: tokens of one conversation, for ``profile``; ``from_server`` asks for it.
     ``include_format_instructions``: structured output adds its schema to the last message of the user; the model does
@@ -74,6 +75,7 @@ class ChatPolyKV(BaseChatOpenAI):
     overcommit: bool | None = None
     on_saturated: Literal["raise", "wait"] = "raise"
     max_wait_s: float | None = None
+    poll_interval_s: float = Field(default=1.0, gt=0)
     context_window: int | None = None
     strict_stream: bool = True
     include_format_instructions: bool = False
@@ -370,6 +372,7 @@ class ChatPolyKV(BaseChatOpenAI):
             overcommit=bool(asked.get("overcommit")),
             waits=self.on_saturated == "wait",
             max_wait_s=self.max_wait_s,
+            poll_interval_s=self.poll_interval_s,
         )
 
     def _error(self, error: openai.APIError, kwargs: dict[str, Any]) -> BaseException:

@@ -49,12 +49,14 @@ class Limits:
 
     ``pressure``: from this part of the context on. ``headroom_tokens``: or when so few tokens are left, if given.
     ``keep``: messages at the end that stay as they are; more, where a call of a tool belongs to its answer.
+    ``summary_max_tokens``: of the summary; None: as many as the model may say anywhere.
     """
 
     pressure: float = 0.8
     headroom_tokens: int | None = None
     keep: int = 20
     summary_prompt: str = SUMMARISE
+    summary_max_tokens: int | None = 1024
 
     def due(self, messages: Sequence[BaseMessage]) -> bool:
         """Whether the last answer says that the context runs out."""
@@ -79,6 +81,11 @@ class Limits:
 
     def question(self) -> HumanMessage:
         return HumanMessage(self.summary_prompt)
+
+    def settings(self, place: "Place") -> dict[str, Any]:
+        """Of the request for the summary: in the session that it is about."""
+        at = {"pool_id": place.pool_id, "session_id": place.session_id}
+        return at if self.summary_max_tokens is None else {**at, "max_tokens": self.summary_max_tokens}
 
 
 def safe_cut(messages: Sequence[BaseMessage], cut: int) -> int:
@@ -241,8 +248,9 @@ def text_of(answer: BaseMessage) -> str | None:
         log.warning("asked for a summary the model called a tool or said nothing: the conversation stays as it is")
         return None
     if answer.response_metadata.get("finish_reason") == "length":
-        log.warning("the summary of a conversation was cut off at the limit of tokens: the conversation stays as it is")
-        return None
+        log.warning(
+            "the summary of a conversation was cut off at its limit of tokens: give it more (summary_max_tokens)"
+        )
     return text
 
 
@@ -284,11 +292,12 @@ class CompactionNode(Runnable[Any, dict[str, Any]]):
         headroom_tokens: int | None = None,
         keep: int = 20,
         summary_prompt: str = SUMMARISE,
+        summary_max_tokens: int | None = 1024,
         refork: Refork = "if_shared",
         ancestor: int | str | None = None,
     ):
         self._model, self._tools = model, tools
-        limits = Limits(pressure, headroom_tokens, keep, summary_prompt)
+        limits = Limits(pressure, headroom_tokens, keep, summary_prompt, summary_max_tokens)
         self._compactor = Compactor(client, async_client, limits, refork, ancestor)
 
     def invoke(self, input: Any, config: RunnableConfig | None = None, **kwargs: Any) -> dict[str, Any]:
@@ -325,7 +334,7 @@ class CompactionNode(Runnable[Any, dict[str, Any]]):
 
     def _place(self, state: Mapping[str, Any]) -> tuple[Place, Runnable[Any, AIMessage]]:
         place = self._compactor.place(self._model, state, {})
-        at: dict[str, Any] = {"pool_id": place.pool_id, "session_id": place.session_id}
+        at = self._compactor.limits.settings(place)
         return place, self._model.bind_tools(self._tools, **at) if self._tools else self._model.bind(**at)
 
     def _update(

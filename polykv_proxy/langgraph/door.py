@@ -11,7 +11,7 @@ import random
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Any, Protocol
 
 from polykv_proxy import client
 from polykv_proxy.client import AdmissionPacer, AsyncAdmissionPacer, AsyncPolyKVClient, PolyKVClient
@@ -45,7 +45,9 @@ class _Door:
         overcommit: bool,
         waits: bool,
         max_wait_s: float | None,
+        poll_interval_s: float,
     ):
+        self._poll_interval_s = poll_interval_s
         self._pool_id, self._session_id, self._overcommit, self._waits = pool_id, session_id, overcommit, waits
         self._until_s = None if max_wait_s is None else time.monotonic() + max_wait_s
         self._pause_s = 0.0
@@ -85,16 +87,9 @@ class Door(_Door):
     def __init__(
         self,
         sdk: PolyKVClient,
-        *,
-        pool_id: int | str | None,
-        session_id: str | None,
-        overcommit: bool,
-        waits: bool,
-        max_wait_s: float | None,
+        **options: Any,
     ):
-        super().__init__(
-            pool_id=pool_id, session_id=session_id, overcommit=overcommit, waits=waits, max_wait_s=max_wait_s
-        )
+        super().__init__(**options)
         self._sdk = sdk
 
     def enter(self) -> AbstractContextManager[Accepting]:
@@ -102,7 +97,9 @@ class Door(_Door):
         if self._pool_id is None or not self._stands_in_line():
             time.sleep(self._pause_s)
             return self._inside(None)
-        self._pacer = pacer = AdmissionPacer(self._sdk, self._pool_id, max_wait=self._left_s())
+        self._pacer = pacer = AdmissionPacer(
+            self._sdk, self._pool_id, poll_interval=self._poll_interval_s, max_wait=self._left_s()
+        )
         try:
             admission = pacer.acquire(session_id=self._session_id, overcommit=self._overcommit)
         except client.PoolSaturatedError as error:
@@ -114,16 +111,9 @@ class AsyncDoor(_Door):
     def __init__(
         self,
         sdk: AsyncPolyKVClient,
-        *,
-        pool_id: int | str | None,
-        session_id: str | None,
-        overcommit: bool,
-        waits: bool,
-        max_wait_s: float | None,
+        **options: Any,
     ):
-        super().__init__(
-            pool_id=pool_id, session_id=session_id, overcommit=overcommit, waits=waits, max_wait_s=max_wait_s
-        )
+        super().__init__(**options)
         self._sdk = sdk
 
     async def enter(self) -> AbstractContextManager[Accepting]:
@@ -131,7 +121,9 @@ class AsyncDoor(_Door):
         if self._pool_id is None or not self._stands_in_line():
             await asyncio.sleep(self._pause_s)
             return self._inside(None)
-        self._pacer = pacer = AsyncAdmissionPacer(self._sdk, self._pool_id, max_wait=self._left_s())
+        self._pacer = pacer = AsyncAdmissionPacer(
+            self._sdk, self._pool_id, poll_interval=self._poll_interval_s, max_wait=self._left_s()
+        )
         try:
             admission = await pacer.acquire(session_id=self._session_id, overcommit=self._overcommit)
         except client.PoolSaturatedError as error:

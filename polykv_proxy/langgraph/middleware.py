@@ -146,11 +146,12 @@ class PolyKVCompactionMiddleware(AgentMiddleware[PolyKVAgentState, Any, Any]):
         headroom_tokens: int | None = None,
         keep: int = 20,
         summary_prompt: str = SUMMARISE,
+        summary_max_tokens: int | None = 1024,
         refork: Refork = "if_shared",
         ancestor: int | str | None = None,
     ):
         super().__init__()
-        limits = Limits(pressure, headroom_tokens, keep, summary_prompt)
+        limits = Limits(pressure, headroom_tokens, keep, summary_prompt, summary_max_tokens)
         self._compactor = Compactor(client, async_client, limits, refork, ancestor)
 
     def wrap_model_call(self, request: ModelRequest[Any], handler: Asks) -> Answered:
@@ -191,7 +192,7 @@ class PolyKVCompactionMiddleware(AgentMiddleware[PolyKVAgentState, Any, Any]):
             return None
         model = _model(request)
         place = self._compactor.place(model, request.state, request.model_settings)
-        settings = {**request.model_settings, "pool_id": place.pool_id, "session_id": place.session_id}
+        settings = {**request.model_settings, **limits.settings(place)}
         asked = model.bind_tools(request.tools, **settings) if request.tools else model.bind(**settings)
         return place, asked, [*head, *old, limits.question()], kept
 

@@ -144,7 +144,7 @@ async def test_an_agent_goes_on_from_a_summary(way: str, others: tuple[str, ...]
 
     _, asked, turn = server.bodies
     assert [each["content"] for each in asked["messages"]] == ["be brief", "hi", "hello world", SUMMARISE]
-    assert (asked["pool_id"], asked["session_id"]) == (7, "t")
+    assert (asked["pool_id"], asked["session_id"], asked["max_tokens"]) == (7, "t", 1024)
     assert asked["tools"] == turn["tools"] == server.bodies[0]["tools"]
     summary = SUMMARY + "hello world"
     assert [each["content"] for each in turn["messages"]] == ["be brief", summary, "more"]
