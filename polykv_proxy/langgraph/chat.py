@@ -4,9 +4,10 @@ What goes over the wire is what openai's client sends, plus ``pool_id``, ``sessi
 decided in one place: a refusal is raised at once (``max_retries`` 0), or waited for by the pacer of its pool.
 """
 
+import contextlib
 import os
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from typing import Any, Literal, Self
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Sequence
+from typing import Any, Literal, Self, cast
 
 import openai
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
@@ -323,10 +324,14 @@ class ChatPolyKV(BaseChatOpenAI):
         done = False
         while not done:
             with door.enter() as admission:
+                asked = cast(
+                    Generator[ChatGenerationChunk, None, None], super()._stream(messages, stop, run_manager, **kwargs)
+                )
                 try:
-                    for piece in super()._stream(messages, stop, run_manager, **kwargs):
-                        admission.accepted()
-                        yield pieces.take(piece)
+                    with contextlib.closing(asked):  # who leaves ends the generation, at once
+                        for piece in asked:
+                            admission.accepted()
+                            yield pieces.take(piece)
                     done = True
                 except openai.APIError as error:
                     door.refused(self._error(error, kwargs), error)
@@ -343,10 +348,14 @@ class ChatPolyKV(BaseChatOpenAI):
         done = False
         while not done:
             with await door.enter() as admission:
+                asked = cast(
+                    AsyncGenerator[ChatGenerationChunk, None], super()._astream(messages, stop, run_manager, **kwargs)
+                )
                 try:
-                    async for piece in super()._astream(messages, stop, run_manager, **kwargs):
-                        admission.accepted()
-                        yield pieces.take(piece)
+                    async with contextlib.aclosing(asked):
+                        async for piece in asked:
+                            admission.accepted()
+                            yield pieces.take(piece)
                     done = True
                 except openai.APIError as error:
                     door.refused(self._error(error, kwargs), error)

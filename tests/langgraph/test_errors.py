@@ -11,6 +11,7 @@ import httpx
 import openai
 import pytest
 from langchain_core.exceptions import ContextOverflowError, ModelError, ModelRateLimitError
+from langchain_core.messages import HumanMessage
 
 from polykv_proxy import client
 from polykv_proxy.langgraph import ChatPolyKV, ChatPoolSaturatedError, IncompleteAnswerError, PoolSaturatedError
@@ -252,3 +253,33 @@ async def test_a_stream_that_is_left_is_closed(toy: ToyServer) -> None:
         with pytest.raises(asyncio.CancelledError):
             await task
         await closed.wait()
+
+
+async def test_a_stream_that_is_not_read_to_its_end_is_closed_with_it(toy: ToyServer) -> None:
+    closed: list[str] = []
+
+    class Both(httpx.SyncByteStream, httpx.AsyncByteStream):
+        piece = b'data: {"object": "chat.completion.chunk", "choices": [{"index": 0, "delta": {"content": "a"}}]}\n\n'
+
+        def __iter__(self) -> Any:
+            yield from [self.piece] * 9
+
+        async def __aiter__(self) -> Any:
+            for each in [self.piece] * 9:
+                yield each
+
+        def close(self) -> None:
+            closed.append("sync")
+
+        async def aclose(self) -> None:
+            closed.append("async")
+
+    toy.answer = lambda request: httpx.Response(200, stream=Both(), headers={"content-type": "text/event-stream"})
+    stream: Any = toy.model()._stream([HumanMessage("hi")])
+    next(stream)
+    stream.close()
+    assert closed == ["sync"]
+    astream: Any = toy.model()._astream([HumanMessage("hi")])
+    await anext(astream)
+    await astream.aclose()
+    assert closed == ["sync", "async"]
