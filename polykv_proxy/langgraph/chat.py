@@ -401,7 +401,9 @@ class ChatPolyKV(BaseChatOpenAI):
 def _shown(props: dict[str, Any]) -> dict[str, Any]:
     """Fields of a model, as the server shows itself in ``/props``."""
     n_ctx = (props.get("default_generation_settings") or {}).get("n_ctx")
-    name = props.get("model_alias") or os.path.basename(props.get("model_path") or "")
+    name = props.get("model_alias") or props.get("model_path") or ""
+    if os.path.isabs(name):  # without an alias llama-server shows the path as one
+        name = os.path.basename(name)
     seen = props.get("modalities") or {}
     profile: ModelProfile = {"tool_calling": True, "structured_output": False}
     if isinstance(n_ctx, int):

@@ -193,6 +193,7 @@ async def test_the_profile_is_what_the_server_shows(toy: ToyServer) -> None:
     }
     props = {
         "default_generation_settings": {"n_ctx": 4096},
+        "model_alias": "/models/toy.gguf",
         "model_path": "/models/toy.gguf",
         "modalities": {"vision": True},
     }
