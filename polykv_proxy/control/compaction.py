@@ -6,6 +6,7 @@ text is a fork of the ancestor, prefilled once. Then pins, policy and sessions m
 everything below it. Each step that fails undoes those before it; only then is the caller told.
 """
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
@@ -39,6 +40,7 @@ class Compaction:
     ):
         self._tree, self._sessions, self._pools = tree, sessions, pools
         self._retention, self._policies, self._journal = retention, policies, journal
+        self._turn = asyncio.Lock()
 
     async def compact(self, pool_id: PoolId, order: Compact) -> dict[str, Any]:
         """Make the new pool, move to it, release the old ones.
@@ -59,26 +61,39 @@ class Compaction:
             self._known(session_id)
         made = await self._pools.fork(ancestor.pool_id, ForkPool(source=order.source, name=order.name))
         new = self._tree.get(made["pool_id"])
-        undone: list[Undo] = [lambda: self._pools.release(new.pool_id, recursive=True)]
-        try:
-            if self._tree.find(old.pool_id) is not old:
-                raise PoolNotFound(f"pool {old.label} was released meanwhile")
-            gone = self._tree.subtree(old.pool_id) if order.release_old else [old]
-            await self._move_pins(gone, new, undone)
-            await self._copy_policy(old, new)
-            moved = self._move_sessions(gone, new, order.sessions, undone)
-            released = await self._release(old) if order.release_old else None
-        except PolyKVError:
-            for undo in reversed(undone):
-                await self._undo(undo)
-            raise
-        if released is not None and order.name is None and old.name is not None:
-            await self._inherit_name(new, old.name)
+        async with self._turn:  # of two that replace the same pool, the second one finds it gone
+            moved, released = await self._take_over(old, new, order)
         log.info("pool %s took the place of pool %s for %d sessions", new.label, old.label, len(moved))
         nothing: dict[str, Any] = {"released": [], "freed_now": None, "freed_later": None}
         return made | {"name": new.name, "pinned": new.pin, "moved": moved} | (released or nothing)
 
+    async def _take_over(
+        self, old: Pool, new: Pool, order: Compact
+    ) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
+        """Gives who moved, and what was released. When a step fails the new pool is gone again."""
+        undone: list[Undo] = [lambda: self._pools.release(new.pool_id, recursive=True)]
+        try:
+            self._require_still(old)
+            gone = self._tree.subtree(old.pool_id) if order.release_old else [old]
+            await self._move_pins(gone, new, undone)
+            await self._copy_policy(old, new)
+            if order.release_old and order.name is None:
+                await self._move_name(old, new, undone)
+            self._require_still(old)
+            self._require_still(new)
+            moved = self._move_sessions(gone, new, order.sessions, undone)
+            return moved, await self._release(old) if order.release_old else None
+        except PolyKVError:
+            for undo in reversed(undone):
+                await self._undo(undo)
+            raise
+
     # Steps ---------------------------------------------------------------------------------------------------------
+
+    def _require_still(self, pool: Pool) -> None:
+        """Raises PoolNotFound (404)."""
+        if self._tree.find(pool.pool_id) is not pool:
+            raise PoolNotFound(f"pool {pool.label} was released meanwhile")
 
     async def _move_pins(self, gone: Sequence[Pool], new: Pool, undone: list[Undo]) -> None:
         """A pin on what goes is a pin on what takes its place. In one write: a crash leaves it here or there.
@@ -113,6 +128,30 @@ class Compaction:
         policy = self._policies.own(old.pool_id)
         if policy is not None:
             await self._policies.set(new.pool_id, policy)
+
+    async def _move_name(self, old: Pool, new: Pool, undone: list[Undo]) -> None:
+        """Who names the old pool in requests gets the new one, from this step on: there is always one of that name.
+
+        Raises:  JournalFailed (503)
+        """
+        name = old.name
+        if name is None:
+            return
+
+        def rename(before: Pool, after: Pool) -> None:
+            for pool, to in ((before, None), (after, name)):
+                if pool.pool_id in self._tree:  # else it was released meanwhile, and its name is free
+                    self._tree.rename(pool.pool_id, to)
+
+        async def put_back() -> None:
+            rename(new, old)
+            await self._journal.pools_changed([old, new])
+
+        self._require_still(old)
+        self._require_still(new)
+        rename(old, new)
+        undone.append(put_back)
+        await self._journal.pools_changed([old, new])
 
     def _move_sessions(
         self, gone: Sequence[Pool], new: Pool, named: Sequence[SessionId] | None, undone: list[Undo]
@@ -152,16 +191,6 @@ class Compaction:
             # It is off the tree, and the journal owes the write: the sessions are on the new pool for good.
             log.warning("pool %s was released, which is to be written yet: %s", old.label, e.message)
             return {"released": ids[::-1], "freed_now": None, "freed_later": None}
-
-    async def _inherit_name(self, new: Pool, name: str) -> None:
-        """Who names the old pool in requests gets the new one."""
-        try:
-            self._tree.rename(new.pool_id, name)
-            await self._journal.pool_changed(new)
-        except PolyKVError as e:
-            if new.name is not None:
-                self._tree.rename(new.pool_id, None)
-            log.warning("pool %s could not take the name %s: %s", new.label, name, e.message)
 
     async def _undo(self, undo: Undo) -> None:
         try:

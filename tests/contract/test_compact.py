@@ -202,3 +202,49 @@ async def test_who_comes_last_finds_the_old_pool_gone(proxy: Proxy) -> None:
     )
     assert sorted(answer.status_code for answer in answers) == [201, 404, 404]
     assert len(await pools(proxy)) == 2
+
+
+async def test_of_two_at_once_the_one_that_is_served_has_the_pin(proxy: Proxy) -> None:
+    await grown(proxy, pin=True)
+    answers = await asyncio.gather(
+        *(
+            proxy.client.post("/polykv/pools/work/compact", json={"ancestor": "trunk", "tokens": [*NEW, i]})
+            for i in range(280, 284)
+        )
+    )
+    assert sorted(answer.status_code for answer in answers) == [201, 404, 404, 404]
+    assert [(p["name"], p["pinned"]) for p in (await pools(proxy)).values()] == [("trunk", False), ("work", True)]
+
+
+@pytest.mark.parametrize("ref", [2, "work"])
+async def test_a_pool_that_is_released_on_the_way_is_a_404(
+    proxy: Proxy, monkeypatch: pytest.MonkeyPatch, ref: int | str
+) -> None:
+    """The old one, or by name the one that has just taken its place."""
+    await grown(proxy, pin=True)
+    write, n_writes = proxy.control.journal.pools_changed, 0
+
+    async def released_meanwhile(changed: Any) -> None:
+        nonlocal n_writes
+        n_writes += 1
+        await write(changed)
+        if n_writes == (1 if ref == 2 else 2):  # pins are moved first, then the name
+            assert (await proxy.client.delete(f"/polykv/pools/{ref}?recursive=true")).status_code == 200
+
+    monkeypatch.setattr(proxy.control.journal, "pools_changed", released_meanwhile)
+    assert (await compact(proxy, expect=404))["code"] == "pool_not_found"
+    left = {pool["name"]: pool["pinned"] for pool in (await pools(proxy)).values() if pool["name"]}
+    assert left == ({"trunk": False} if ref == 2 else {"trunk": False, "work": True})
+
+
+async def test_there_is_always_a_pool_of_that_name(engine: FakeEngine, proxy: Proxy) -> None:
+    await grown(proxy)
+    releasing = Hold()
+    engine.on("free", "request", releasing)
+    compacting = asyncio.create_task(compact(proxy))
+    await releasing.reached()
+    assert proxy.control.tree.find("work") is not None
+    told = await ask(proxy, [*NEW, 90], session_id="a", pool_id="work")
+    releasing.release()
+    new = (await compacting)["pool_id"]
+    assert (told["pool_id"], told["miss_reason"]) == (new, None)
