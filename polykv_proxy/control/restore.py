@@ -217,22 +217,36 @@ class Restorer:
 
     async def _bring(self, wanted: Sequence[Pool], epoch: str) -> None:
         for place, pool in enumerate(wanted):
-            while not self._residency.at_rest:  # noqa: ASYNC110 - who comes last looks last
-                await asyncio.sleep(LOOK_AGAIN_S)
-            if self._watch.epoch != epoch:
-                return
-            if self._tree.find(pool.pool_id) is not pool or self._residency.held(pool) is not None:
-                continue
-            if not pool.pin and _is_sent_away(pool):
-                continue
             try:
-                if not pool.pin and not await self._has_room(pool):
+                has_room = await self._rest_until_it_may_come(pool, epoch)
+                if has_room is None:
+                    continue
+                if not has_room:
                     n_left = len(wanted) - place
                     log.info("%d of them stay cold until they are asked for: the engine has no room for more", n_left)
                     return
                 await self._residency.ensure(pool)
             except PolyKVError as e:
                 log.info("pool %s stays cold until it is asked for: %s", pool.label, e.message)
+
+    async def _rest_until_it_may_come(self, pool: Pool, epoch: str) -> bool | None:
+        """Wait until nobody waits for the engine, and say whether there is room for this pool then. None: it need not
+        come any more.
+        """
+        has_room = pool.pin
+        while True:
+            while not self._residency.at_rest:  # who comes last looks last
+                await asyncio.sleep(LOOK_AGAIN_S)
+                has_room = pool.pin  # somebody came meanwhile, and may have taken it
+            if self._watch.epoch != epoch or self._tree.find(pool.pool_id) is not pool:
+                return None
+            if self._residency.held(pool) is not None or (not pool.pin and _is_sent_away(pool)):
+                return None
+            if has_room:
+                return True
+            has_room = await self._has_room(pool)
+            if not has_room:
+                return False
 
     async def _has_room(self, pool: Pool) -> bool:
         """Whether it can come back without anybody leaving for it. Raises UpstreamError and its heirs."""

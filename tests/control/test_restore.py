@@ -239,6 +239,30 @@ async def test_bringing_back_evicts_nobody_and_stops_when_the_engine_is_full(sta
         assert engine.hooks.n_materialized == 2
 
 
+async def test_room_that_somebody_takes_meanwhile_is_not_taken_back_from_him(state, monkeypatch):
+    """While it is asked whether a pool fits that nobody waits for, another one is ordered."""
+    async with FakeEngine(n_cells=1000) as engine, planes(engine, state=state) as plane:
+        control, ordered = plane.control, []
+        await plane.create(tokens=[1] * 500, name="recent")
+        hold, asked = Hold(), control.room.fits_now
+
+        async def fits_now(n_cells: int) -> bool:
+            if not ordered:
+                engine.on("materialize", "request", hold)
+                ordered.append(asyncio.create_task(plane.create(tokens=[2] * 600, name="ordered")))
+                await hold.reached()
+                asyncio.get_running_loop().call_later(0.05, hold.release)
+                return True
+            return await asked(n_cells)
+
+        monkeypatch.setattr(control.room, "fits", lambda n_cells: False)
+        monkeypatch.setattr(control.room, "fits_now", fits_now)
+        await engine.restart()
+        await eventually(lambda: control.restorer._bringing is not None and control.restorer._bringing.done())
+        await ordered[0]
+        assert {pool.label for pool in control.tree.residents()} == {"ordered"}
+
+
 async def test_room_that_is_not_known_yet_is_asked_for(engine, state, monkeypatch):
     """Between two heartbeats what was just brought back is counted twice: in the stats and as new."""
     async with planes(engine, state=state) as plane:
