@@ -1,6 +1,6 @@
 """Four branches on one trunk of 3,000 tokens that nobody has seen: what is prefilled, how fast, and how right it is.
 
-    python -m benchmarks.trunk [--rounds 3] [--threads 2] [--assert] [--json]
+    python -m benchmarks.trunk [--rounds 2] [--threads 2] [--assert] [--json]
 
 In one run, on the chat model, with `-c 16384 --parallel 4 --kv-unified`, completions of 48 tokens, all four at once and
 as they are (no pool, no session is named): a conversation, and four ways to go on with it.
@@ -153,8 +153,9 @@ class Full:
 
     def __init__(self, http: httpx.Client, prompts: Sequence[list[int]]) -> None:
         self._http, self.prompts = http, prompts
-        self.tokens: list[list[int]] = [self._ask(body_of(prompt))["tokens"] for prompt in prompts]
-        self.logprobs = [logprobs(self._ask(forced(*pair))) for pair in zip(prompts, self.tokens, strict=True)]
+        answers = [self._ask(body_of(prompt, n_probs=1)) for prompt in prompts]
+        self.tokens: list[list[int]] = [answer["tokens"] for answer in answers]
+        self.logprobs = [logprobs(answer) for answer in answers]
 
     def _ask(self, body: dict[str, Any]) -> dict[str, Any]:
         answer: dict[str, Any] = self._http.post("/completion", json=body | {"cache_prompt": False}).json()
@@ -236,6 +237,7 @@ def measure(n_rounds: int, say: Callable[[str], Any], n_threads: int = N_THREADS
             say(f"round {number + 1} of {n_rounds}")
             for arm, done in bench.round(f"round {number}").items():
                 found.rounds[arm].append(done)
+                say(f"  {arm}: {done.wall_ms:.0f} ms, {sum(done.prefilled)} tokens prefilled, {done.n_due} due")
         say("log-probabilities")
         found.nats = bench.nats()
     return found
@@ -268,7 +270,7 @@ def report(found: Measured) -> str:
 def main() -> int:
     assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--threads", type=int, default=N_THREADS, help="more than there are free cores spin")
     parser.add_argument("--assert", dest="strict", action="store_true", help="end with 1 unless it all holds")
     parser.add_argument("--json", action="store_true")
