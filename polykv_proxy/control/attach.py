@@ -101,7 +101,7 @@ class Attacher:
         # 2. and 3.
         request, found, unpooled = await self._find(request, named)
         # 4.
-        if unpooled is None and await self._waited_at_door(request, found):
+        while unpooled is None and await self._waited_at_door(request, found):
             # Another pool may be the best one by now, and others may stand in line for slots.
             request, found, unpooled = await self._find(request, self._named(request))
             counts = not (request.takes_a_slot and self._room.comes_back())

@@ -75,7 +75,7 @@ class Door:
         self._policies, self._facts, self._fresh, self._clock, self._u = policies, facts, fresh, clock, u
         self.records: deque[AdmitRecord] = deque(maxlen=MAX_RECORDS)
         """How the last admissions went, the newest last."""
-        self._tickets: dict[int, _Waiting[Admitted | Refused]] = {}
+        self._tickets: dict[int, _Waiting[Admitted | Refused | None]] = {}
         self._held: dict[int, _Waiting[Go]] = {}
         self._inside: dict[SessionId, Visit] = {}
         """Who asked to come in, and has a turn under way."""
@@ -177,7 +177,8 @@ class Door:
         """Let a turn's session into a pool, or have it wait. Gives whether it waited.
 
         Once a turn is in, and where no policy holds, there is nothing to ask. A client that leaves meanwhile gives up
-        its place at once.
+        its place at once. When the pool is released meanwhile the turn is not in: it is to ask at the door of the pool
+        that it gets instead, and has waited since it came to this one.
 
         Raises:  PoolSaturated, QueueFull, QueueTimeout (429), LoadUnknown (503), what ``dismiss`` was given
         """
@@ -204,6 +205,7 @@ class Door:
             n_bytes=visit.n_bytes,
             tenant=visit.tenant,
             is_retry=visit.is_retry,
+            since_s=visit.since_s,
         )
         self._inside[me], visit.scope = visit, ruling.scope
         try:
@@ -211,7 +213,12 @@ class Door:
             self._deliver(wakes)
             waited = isinstance(decision, Held)
             if isinstance(decision, Held):
-                decision = await self._wait(decision, visit, me)
+                answer = await self._wait(decision, visit, me)
+                if answer is None:
+                    self._inside.pop(me, None)
+                    visit.sent_away()
+                    return True
+                decision = answer
             visit.answered(decision)
             if isinstance(decision, Refused):
                 raise refusal_of(decision, pool, policy, self._u())
@@ -227,10 +234,11 @@ class Door:
             log.info("session %s overcommits pool %s", turn.session.session_id, pool.label)
         return waited
 
-    async def _wait(self, held: Held, visit: Visit, me: SessionId) -> Admitted | Refused:
-        ticket_id, waiting = held.ticket_id, _Waiting[Admitted | Refused]()
+    async def _wait(self, held: Held, visit: Visit, me: SessionId) -> Admitted | Refused | None:
+        """None: the pool was released."""
+        ticket_id, waiting = held.ticket_id, _Waiting[Admitted | Refused | None]()
         self._tickets[ticket_id] = waiting
-        visit.queued(held.capacity, lambda: self.gate.place(ticket_id, self._clock()))
+        visit.queued(self._clock(), held.capacity, lambda: self.gate.place(ticket_id, self._clock()))
         visit.turn.held = True
         self._arm()
         try:
@@ -248,7 +256,11 @@ class Door:
             visit.goes_on()
 
     def forget(self, pool_id: PoolId) -> None:
-        """The pool was released."""
+        """The pool was released. Who waits at its door is not in, but looks where it belongs now."""
+        tickets, wakes = self.gate.send_away(pool_id, self._clock())
+        for ticket_id in tickets:
+            self._tickets[ticket_id].give(None)
+        self._deliver(wakes)
         self._gone.add(pool_id)
         self._forget_gone()
 

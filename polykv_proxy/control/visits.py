@@ -1,7 +1,7 @@
 """One request at the gate: what it asks for, and for its receipt how it fares.
 
-A visit goes through the door once (its session is let in, waits, or is turned away), and then through the hold of its
-turn, once, just before the engine gets it.
+A visit goes through the door once (its session is let in, waits, or is turned away; it comes to another one when the
+pool is released meanwhile), and then through the hold of its turn, once, just before the engine gets it.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,8 @@ class Visit:
     """``n_bytes``: of its body. ``tenant``: who it is fair to. ``is_retry``: the client's own, of a refusal.
 
     ``on_hold``: called when it has to wait at the door, before anything is awaited. ``decision`` None: nothing was
-    asked, since no policy holds for its pool. ``waits_for``, ``place``: while it does.
+    asked, since no policy holds for its pool. ``waits_for``, ``place``: while it does. ``since_s``: when it
+    first had to.
     """
 
     turn: Turn
@@ -40,10 +41,12 @@ class Visit:
     forecasts: Forecasts = field(default_factory=Forecasts)
     waits_for: Literal["admission", "turn"] | None = None
     place: Place | None = None
+    since_s: float | None = None
     record: AdmitRecord | None = None
 
-    def queued(self, capacity: Capacity, place: Place) -> None:
+    def queued(self, now_s: float, capacity: Capacity, place: Place) -> None:
         self._rests_on(capacity)
+        self.since_s = now_s if self.since_s is None else self.since_s
         self.decision, self.waits_for, self.place = "queued", "admission", place
 
     def held(self, place: Place) -> None:
@@ -52,6 +55,11 @@ class Visit:
     def goes_on(self) -> None:
         """It does not wait any longer."""
         self.waits_for = self.place = None
+
+    def sent_away(self) -> None:
+        """The pool was released at whose door it waited: nothing was decided."""
+        self.decision = self.reason = self.scope = None
+        self.forecasts = Forecasts()
 
     def answered(self, decision: Admitted | Refused) -> None:
         if decision.capacity is not None:

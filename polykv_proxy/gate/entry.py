@@ -193,9 +193,21 @@ class Entry:
             old, new = self.scopes[arrival.ruling.scope], self.scope(ruling)
             self.waiting[ticket_id] = replace(arrival, ruling=ruling)
             ticket = old.line.get(ticket_id)
-            if new is not old and ticket is not None:
+            if ticket is None:
+                continue
+            deadline_s = ticket.deadline_s
+            if ruling.policy is not None:  # nobody waits longer than he was told
+                deadline_s = min(deadline_s, ticket.arrived_s + _wait_s(ruling.policy))
+            if new is not old or deadline_s != ticket.deadline_s:
                 old.line.cancel(ticket_id)
-                new.line.add(ticket)
+                new.line.add(replace(ticket, deadline_s=deadline_s))
+
+    def send_away(self, pool_id: PoolId) -> list[int]:
+        """Nobody waits at this pool's door any longer. Gives their tickets, which get no answer."""
+        tickets = [ticket_id for ticket_id, arrival in self.waiting.items() if arrival.pool_id == pool_id]
+        for ticket_id in tickets:
+            self.cancel(ticket_id)
+        return tickets
 
     def forget(self, pool_id: PoolId) -> None:
         scope = self.scopes.get(pool_id)
@@ -315,10 +327,9 @@ class Entry:
         return facts.cells_total is None or n <= facts.cells_total
 
     def _line_up(self, arrival: Arrival, capacity: Capacity, scope: Scope, policy: Policy, now_s: float) -> Held:
-        queues = policy.on_saturation == "queue"
-        wait_s = policy.queue_timeout_ms / 1e3 if queues else policy.settle_max_s + HOLD_EXTRA_S
+        since_s = arrival.since_s if arrival.since_s is not None else now_s
         self._n_tickets += 1
-        ticket = Ticket(self._n_tickets, arrival.tenant, now_s, now_s + wait_s, n_bytes=arrival.n_bytes)
+        ticket = Ticket(self._n_tickets, arrival.tenant, since_s, since_s + _wait_s(policy), n_bytes=arrival.n_bytes)
         scope.line.add(ticket)
         self.waiting[ticket.ticket_id] = arrival
         return Held(ticket.ticket_id, capacity, ticket.deadline_s, *self.place(ticket.ticket_id, now_s))
@@ -330,6 +341,11 @@ class Entry:
             return 0, None
         line = self.scopes[arrival.ruling.scope].line
         return line.place(ticket_id, now_s) or 0, line.eta_s(ticket_id, now_s)
+
+
+def _wait_s(policy: Policy) -> float:
+    """How long a session waits in line at most."""
+    return policy.queue_timeout_ms / 1e3 if policy.on_saturation == "queue" else policy.settle_max_s + HOLD_EXTRA_S
 
 
 def _mean_own_cells(sessions: Sequence[SessionFacts]) -> float | None:

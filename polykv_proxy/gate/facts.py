@@ -72,6 +72,7 @@ class Arrival:
 
     ``known``: it was served before, so this is a continuation. ``expected_tokens``: what it will add to the cache,
     ``uncached_tokens``: what of its prompt has to be prefilled. ``is_retry``: the client's own retry of a refusal.
+    ``since_s``: it has waited since then, at the door of a pool that was released; None: it comes new.
     """
 
     session_id: SessionId
@@ -85,6 +86,7 @@ class Arrival:
     n_bytes: int = 0
     tenant: str = ""
     is_retry: bool = False
+    since_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

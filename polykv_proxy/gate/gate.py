@@ -4,6 +4,7 @@
     tick        nothing but time passed                    -> the same
     arrive      a session at the door of a pool            -> admitted, held or refused
     cancel      it does not wait any longer
+    send_away   nobody waits at this pool's door any longer
     leave       it was admitted, and is gone before it was seen in a reading
     begin_turn  a turn of an admitted session              -> go or held
     end_turn    it ended, or its client left
@@ -91,6 +92,10 @@ class Gate:
         """A held session does not wait any longer. False: it was answered before; if it was admitted, ``leave``."""
         return self.entry.cancel(ticket_id), self._pump(now_s)
 
+    def send_away(self, pool_id: PoolId, now_s: float) -> tuple[list[int], list[Wake]]:
+        """The pool was released. Gives the tickets of those who waited at its door: they get no answer."""
+        return self.entry.send_away(pool_id), self._pump(now_s)
+
     def leave(self, session_id: SessionId, now_s: float) -> list[Wake]:
         """An admitted session is gone before it was seen in a reading: its place is free again."""
         self.entry.leave(session_id)
@@ -132,7 +137,9 @@ class Gate:
     # Policies ------------------------------------------------------------------------------------------------------
 
     def policies_changed(self, resolve: Callable[[PoolId], Ruling], now_s: float) -> list[Wake]:
-        """Those who wait do so under the new policies; who has none any more goes in. Books of scopes stay."""
+        """Those who wait do so under the new policies, never longer than under the old ones; who has none any more goes
+        in. Books of scopes stay.
+        """
         self.turns.rule_anew(resolve)
         self.entry.rule_anew(resolve)
         return self._pump(now_s)

@@ -108,6 +108,11 @@ class Turns:
         for held in (self._held, self.running):
             for turn_id, turn in held.items():
                 held[turn_id] = replace(turn, ruling=resolve(turn.pool_id))
+        for turn_id, turn in self._held.items():
+            ticket = self.line.get(turn_id)
+            if ticket is not None and (until_s := ticket.arrived_s + _hold_s(turn.ruling)) < ticket.deadline_s:
+                self.line.cancel(turn_id)
+                self.line.add(replace(ticket, deadline_s=until_s))
 
     def held(self) -> tuple[TurnRequest, ...]:
         return tuple(self._held.values())

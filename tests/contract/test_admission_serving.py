@@ -164,6 +164,32 @@ async def test_a_full_line_refuses(proxy: Proxy, busy: Busy) -> None:
     await until(lambda: proxy.control.door.n_waiting == 0)  # its place is free as soon as it is gone
 
 
+@pytest.mark.parametrize("how", ["compacted", "released"])
+async def test_a_pool_that_goes_lets_nobody_past_the_floor(proxy: Proxy, busy: Busy, how: str) -> None:
+    """Who waits at its door goes on waiting, at that of the pool that he gets instead."""
+    work = (await made(proxy, "/polykv/pools/root/fork", prompt=ROOT + "You are told: work.", name="work"))["pool_id"]
+    for pool in [work] if how == "compacted" else [work, "root"]:
+        await set_policy(proxy, pool, settle_max_ms=0, on_saturation="queue", guarantee_min_sessions=0)
+    await busy.begin(overcommit=True, pool_id="work")
+    named = {"pool_id": "work"} if how == "compacted" else {}
+    waits = [
+        asyncio.create_task(post(proxy, f"new{i}", prompt=ROOT + "You are told: work." + "!" * i, **named))
+        for i in range(1, 4)
+    ]
+    door = proxy.control.door
+    await until(lambda: door.n_waiting == 3)
+    if how == "compacted":
+        short = {"ancestor": "root", "prompt": ROOT + "You are told: rest."}
+        assert (await proxy.client.post("/polykv/pools/work/compact", json=short)).status_code == 201
+    else:
+        assert (await proxy.client.delete("/polykv/pools/work")).status_code == 200
+    scope = proxy.control.tree.get("work" if how == "compacted" else "root").pool_id
+    await until(lambda: [a.ruling.scope for a in door.gate.entry.waiting.values()] == [scope] * 3)
+    assert (door.n_waiting, not any(wait.done() for wait in waits)) == (3, True)
+    assert (await proxy.client.delete(f"/polykv/pools/{scope}/admission")).status_code == 200
+    assert [answer.status_code for answer in await asyncio.gather(*waits)] == [200] * 3
+
+
 async def test_who_waited_in_vain_is_told(proxy: Proxy, busy: Busy) -> None:
     await set_policy(proxy, settle_max_ms=0, on_saturation="queue", queue_timeout_ms=50)
     await busy.begin()

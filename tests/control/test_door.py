@@ -423,16 +423,36 @@ async def test_what_was_forecast_is_held_against_what_came(make_house: Maker) ->
     assert (told["projected_mean_tps_model"], told["settled_mean_tps"]) == (20.0, round(record.mean_tps or 0, 3))
 
 
-async def test_a_released_pool_is_forgotten_when_nobody_waits_in_it(make_house: Maker) -> None:
-    house = make_house(policy(10, settle_max_ms=0, on_saturation="queue"))
+async def test_who_waits_for_a_pool_that_is_released_is_sent_away_and_keeps_his_time(make_house: Maker) -> None:
+    house = make_house(policy(10, settle_max_ms=0, on_saturation="queue", queue_timeout_ms=4000))
     house.facts.decodes("a", 12.0)
     house.read()
-    asking = house.ask(house.visit("b"))
+    visits = [house.visit(name) for name in ("b", "c")]
+    asking = [house.ask(visit) for visit in visits]
     await settled()
+    house.now_s += 3
+    house.door.forget(POOL)
+    assert await asyncio.gather(*asking) == [True, True], "they waited"
+    assert [(visit.decision, visit.turn.entered) for visit in visits] == [(None, False)] * 2
+    assert (house.door.n_waiting, house.door.gate.n_waiting(), house.n_granted, house.door._inside) == (0, 0, 0, {})
+    assert POOL not in house.door.gate.entry.scopes
+
+    house.read(0)
+    again = house.ask(visits[0])  # at the door of what it gets instead
+    await settled()
+    assert visits[0].decision == "queued"
+    house.read(1.01)
+    with pytest.raises(QueueTimeout):
+        await again
+
+
+async def test_a_released_pool_is_forgotten_when_nobody_is_on_his_way_in(make_house: Maker) -> None:
+    house = make_house(policy(10, settle_max_ms=0))
+    visit = house.visit("a")
+    await house.ask(visit)
     house.door.forget(POOL)
     assert POOL in house.door.gate.entry.scopes
-    asking.cancel()
-    await asyncio.wait([asking])
+    house.over(visit, sent=False)
     house.read()
     assert POOL not in house.door.gate.entry.scopes
 

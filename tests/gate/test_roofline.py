@@ -215,6 +215,19 @@ def test_a_turn_is_held_below_the_floor_and_goes_when_another_ends() -> None:
     assert engine.gate.end_turn(0, engine.now_s) == []
 
 
+def test_a_turn_is_held_as_long_as_the_new_policy_says() -> None:
+    given = policy(15.0, estimator="roofline")
+    engine = busy(0, given)
+    for i in range(5):
+        engine.gate.begin_turn(turn(i, f"s{i}", given, ctx_tokens=1000), engine.now_s)
+    since_s = engine.now_s
+    shorter = policy(15.0, estimator="roofline", max_turn_hold_ms=1000)
+    assert engine.gate.policies_changed(lambda pool: arrival("x", shorter, pool).ruling, engine.now_s) == []
+    assert engine.gate.next_wake_s() == since_s + 1
+    engine.now_s += 1
+    assert engine.gate.tick(engine.now_s).wakes == (TurnWake(4, Go(hold_ms=pytest.approx(1000), expired=True)),)
+
+
 def test_between_tenants_the_one_that_decoded_less_goes_first() -> None:
     given = policy(1000.0, estimator="roofline")
     engine = busy(0, given)

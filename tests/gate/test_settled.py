@@ -1,5 +1,6 @@
 """The settled scheme, through the gate, with figures of the run that it was made for: 38, 31.7, 21.7, 15.9."""
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -469,6 +470,21 @@ def test_a_policy_nearer_to_the_pool_takes_over_who_waits() -> None:
     lower = policy(1.0, on_saturation="queue")
     wakes = e.gate.policies_changed(lambda _: arrival("x", lower, 9).ruling, e.now_s)
     assert [(w.ticket_id, type(w.decision)) for w in wakes] == [(held.ticket_id, Admitted)]
+
+
+@pytest.mark.parametrize(("timeout_ms", "waits_s"), [(2_000, 2), (60_000, 30)])
+def test_who_waits_does_so_as_the_new_policy_says_but_no_longer_than_he_was_told(timeout_ms: int, waits_s: int) -> None:
+    e, given = saturated(on_saturation="queue", queue_timeout_ms=30_000)
+    held, _ = e.gate.arrive(arrival("next", given), e.now_s)
+    since_s = e.now_s
+    other = replace(given, queue_timeout_ms=timeout_ms)
+    assert e.gate.policies_changed(lambda pool: arrival("x", other, pool).ruling, e.now_s + 1) == []
+    assert e.gate.next_wake_s() == since_s + waits_s
+    e.now_s = since_s + waits_s - 0.1
+    assert e.read().wakes == ()
+    e.now_s += 0.1
+    (wake,) = e.read().wakes
+    assert (wake.ticket_id, wake.decision.code) == (held.ticket_id, "queue_timeout")
 
 
 @pytest.mark.parametrize(

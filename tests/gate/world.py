@@ -293,7 +293,7 @@ class World:
             self.book.delete(PoolId(pool))
         else:
             self.book.set(PoolId(pool), policy)
-        # Whoever waits does so with the deadline of his arrival.
+        # Whoever waits does so no longer than he was told at his arrival.
         self.deliver(self.gate.policies_changed(self.resolve, self.now_s))
 
     # What must always hold -----------------------------------------------------------------------------------------
