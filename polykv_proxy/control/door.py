@@ -219,6 +219,7 @@ class Door:
                     visit.sent_away()
                     return True
                 decision = answer
+                policy = self._policies.resolve(pool.pool_id).policy or policy  # it may be another one by now
             visit.answered(decision)
             if isinstance(decision, Refused):
                 raise refusal_of(decision, pool, policy, self._u())

@@ -423,6 +423,19 @@ async def test_what_was_forecast_is_held_against_what_came(make_house: Maker) ->
     assert (told["projected_mean_tps_model"], told["settled_mean_tps"]) == (20.0, round(record.mean_tps or 0, 3))
 
 
+async def test_who_waits_is_told_what_the_new_policy_tells(make_house: Maker) -> None:
+    house = make_house(policy(10, settle_max_ms=0, on_saturation="queue"))
+    house.facts.decodes("a", 12.0)
+    house.read()
+    visit = house.visit("b")
+    asking = house.ask(visit)
+    await settled()
+    house.policies.given = policy(10, settle_max_ms=0, on_saturation="warn")
+    house.door.policies_changed()
+    assert await asking is True
+    assert (visit.decision, visit.sessions_remaining) == ("warned", 0)
+
+
 async def test_who_waits_for_a_pool_that_is_released_is_sent_away_and_keeps_his_time(make_house: Maker) -> None:
     house = make_house(policy(10, settle_max_ms=0, on_saturation="queue", queue_timeout_ms=4000))
     house.facts.decodes("a", 12.0)
