@@ -24,6 +24,15 @@ async def top(url: str, *args: str) -> Result:
     return await asyncio.to_thread(CliRunner().invoke, app, command, env={"COLUMNS": "80"})
 
 
+async def until_told(proxy: Proxy, tps: float) -> None:
+    """The proxy has read this rate from the engine."""
+    for _ in range(100):
+        if (await proxy.client.get("/polykv/tps")).json()["mean_active_tps"] == tps:
+            return
+        await asyncio.sleep(0.05)
+    raise AssertionError(f"{tps} tokens per second were never told")
+
+
 def receipt(session: str, received_ts: float = 1.0, **admission: Any) -> dict[str, Any]:
     known = {"waits_for": "admission", "reason": "ok", "place": None, "eta_ms": None}
     return {"session_id": session, "received_ts": received_ts, "admission": known | admission}
@@ -62,6 +71,7 @@ async def test_rates_those_who_wait_and_the_tree(engine: FakeEngine, proxy: Prox
     turns = [asyncio.create_task(proxy.client.post("/completion", json=body | {"session_id": "runs"}))]
     await until(lambda: (rate := proxy.control.door.rate_of("runs")) is not None and rate.tps)  # type: ignore[arg-type]
     next(slot for slot in engine.slots if slot.state == "generating").tps_ewma = 76.5
+    await until_told(proxy, 76.5)
     turns.append(asyncio.create_task(proxy.client.post("/completion", json=body | {"session_id": "waits"})))
     await until(lambda: proxy.control.door.n_waiting == 1)
     shown = await top(proxy.url, "--count", "2", *(["--json"] if as_json else []))
