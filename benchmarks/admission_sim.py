@@ -104,6 +104,7 @@ class Session:
     n_prefill: int = 0
     n_to_decode: int = 0
     n_decoded: int = 0
+    decoding_s: float = 0.0
     rate: Average = field(default_factory=Average)
     asked_s: float = 0.0
     went_s: float = 0.0
@@ -129,7 +130,15 @@ class Session:
 
     def facts(self) -> SessionFacts:
         return SessionFacts(
-            self.session_id, POOL, POOL, self.state, self.step, self.n_decoded, self.ctx, own_cells=self.ctx - START_CTX
+            self.session_id,
+            POOL,
+            POOL,
+            self.state,
+            self.step,
+            self.n_decoded,
+            self.ctx,
+            own_cells=self.ctx - START_CTX,
+            decoding_s=self.decoding_s,
         )
 
 
@@ -321,6 +330,7 @@ class Simulation:
             session.n_to_decode -= n
             session.ctx += n
             session.n_decoded += n
+            session.decoding_s += took_s
             session.turn_tokens += n
         self.judge(decoding, took_s)
         for session in decoding:

@@ -255,7 +255,7 @@ def report(found: Found) -> str:
 def main() -> int:
     assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--assert", dest="strict", action="store_true", help="end with 1 unless it all holds")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()

@@ -55,6 +55,8 @@ class Session:
     n_first_turns: int = 0
     """Of these those with ``Turn.number`` 1, and below what they decoded: one conversation, one after the other."""
     n_first_decoded: int = 0
+    first_decoding_s: float = 0.0
+    """How long that took."""
     ctx_used: int | None = None
     ttft_ms: float | None = None
     tps: float | None = None
@@ -124,6 +126,7 @@ class Turn:
     state: State = "waiting"
     sent_s: float | None = None
     first_s: float | None = None
+    decoding_since_s: float | None = None
     slot_id: SlotId | None = None
     pool_id: PoolId | None = None
     moved: bool = False
@@ -146,8 +149,19 @@ class Turn:
         if not self.moved:
             self.session.pool_id = pool_id
 
+    def decodes(self, now_s: float) -> None:
+        """Its prompt is done, as far as can be told from outside."""
+        self.state = "decoding"
+        if self.decoding_since_s is None:
+            self.decoding_since_s = now_s
+
+    def decoding_s(self, now_s: float) -> float:
+        """So far, as far as can be told from outside."""
+        return max(0.0, now_s - self.decoding_since_s) if self.decoding_since_s is not None else 0.0
+
     def first_token(self, now_s: float) -> None:
-        self.state, self.first_s = "decoding", now_s
+        self.first_s = now_s
+        self.decodes(now_s)
         self.session.ttft_ms = (now_s - self.begun_s) * 1e3
 
 
@@ -264,7 +278,9 @@ class SessionBook:
             session.tps = usage.tps
         n_decoded = usage.predicted_n if usage.predicted_n is not None else turn.n_decoded
         session.n_decoded += n_decoded
-        session.n_first_decoded += n_decoded if turn.number == 1 else 0
+        if turn.number == 1:
+            session.n_first_decoded += n_decoded
+            session.first_decoding_s += n_decoded / usage.tps if usage.tps else turn.decoding_s(now_s)
         if self._sessions.get(session.session_id) is not session:
             return  # dropped meanwhile
         if said is not None:

@@ -148,6 +148,8 @@ class GateFacts:
             ctx_used=(ctx_used if ctx_used is not None else session.ctx_used) or 0,
             own_cells=self._ledger.holds(SlotId(slot_id))[1] if slot_id is not None else 0,
             reply_tps=session.tps,
+            decoding_s=(session.first_decoding_s if number == 1 else 0.0)
+            + (turn.decoding_s(self._watch.asked_s) if turn is not None else 0.0),
         )
 
     def _streams(self, stats: Stats) -> Streams | None:

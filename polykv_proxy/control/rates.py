@@ -153,7 +153,8 @@ class Rates:
         if slot.state != "generating":
             return
         if turn.state == "prefilling":
-            turn.state = "decoding"  # a reply in one piece does not tell when its prompt is done: the engine does
+            # A reply in one piece does not tell when its prompt is done: the engine does.
+            turn.decodes(self._watch.asked_s)
         if slot.tps_ewma and slot.n_decoded > 1:
             turn.session.tps = slot.tps_ewma
 

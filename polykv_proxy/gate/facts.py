@@ -19,8 +19,9 @@ State = Literal["idle", "waiting", "prefilling", "decoding"]
 class SessionFacts:
     """A live session: in a turn, or not long after one.
 
-    ``scope``: whose policy holds for its pool. ``n_decoded``: accepted tokens of all its turns. ``own_cells``: what it
-    holds beyond its pool. ``reply_tps``: the rate that the engine or its last reply told, used until one is measured.
+    ``scope``: whose policy holds for its pool. ``n_decoded``: accepted tokens of all its turns, ``decoding_s``: how
+    long it took to decode them, stalls included (None: not measured, the states tell). ``own_cells``: what it holds
+    beyond its pool. ``reply_tps``: the rate that the engine or its last reply told, used until one is measured.
     """
 
     session_id: SessionId
@@ -32,6 +33,7 @@ class SessionFacts:
     ctx_used: int = 0
     own_cells: int = 0
     reply_tps: float | None = None
+    decoding_s: float | None = None
 
     @property
     def processing(self) -> bool:

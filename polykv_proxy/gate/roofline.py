@@ -8,6 +8,11 @@ the machine changed: then the fit starts to trust the new windows more than the 
 
 Windows are counted in wall time with everything in them, prompts of others included. So a stall is explained by its
 prefill, and does not make the machine look as if it carried fewer sessions.
+
+How long sessions decoded in a window is measured where it can be (``decoding_s``). Turns are often shorter than a
+window: states at its ends alone would take a turn that ended inside for a whole one, and the fit would see a machine on
+which each session costs as much as all there were. And who decodes shares with himself at least: ``n_decoding`` is
+never below 1, also where the only session decoded for half of the window.
 """
 
 import math
@@ -22,6 +27,8 @@ WINDOW_S = 0.5
 MIN_WINDOWS = 6
 OUTLIER_SIGMAS = 5.0
 MAX_OUTLIERS = 3
+MIN_DECODING_S = 0.1
+"""A window with less than that is one with the next: of a few tokens no speed can be told."""
 DISTINCT_N = 0.5
 """Two windows have different numbers of decoders when they are at least so far apart."""
 
@@ -140,23 +147,24 @@ class Roofline:
         n_prefilled = max(0, facts.n_prefilled - last.n_prefilled)
         weight = 1.0 - math.exp(-dt_s / PREFILL_TAU_S)
         self.prefill_tokens_per_s += weight * (n_prefilled / dt_s - self.prefill_tokens_per_s)
-        ends = (last.sessions, facts.sessions)
-        decoding = [[s for s in sessions if s.state == "decoding"] for sessions in ends]
         self._dt_s += dt_s
-        self._n_s += dt_s * sum(len(d) for d in decoding) / 2
-        self._kv_s += dt_s * sum(s.ctx_used for d in decoding for s in d) / 2
         self._prefilled += n_prefilled
         for session_id, session in now.items():
-            before = self._before.get(session_id)
-            self._tokens += max(0, session.n_decoded - before.n_decoded) if before is not None else 0
-        if self._dt_s >= WINDOW_S:
-            n, kv, prefill = self._n_s / self._dt_s, self._kv_s / self._dt_s, self._prefilled / self._dt_s
-            if self._tokens > 0 and n > 0:
-                self.fold((1.0, n, kv, prefill), self._dt_s * n / self._tokens)
-                self._clear()
-            elif n <= 0 or not self._prefilled:
-                self._clear()  # nobody decoded, or nothing moved at all: no window
-            # else: a stall; it belongs to the window in which the next token comes
+            if (before := self._before.get(session_id)) is not None:
+                decoding_s = _decoding_s(before, session, dt_s)
+                self._n_s += decoding_s
+                self._kv_s += decoding_s * (before.ctx_used + session.ctx_used) / 2
+                self._tokens += max(0, session.n_decoded - before.n_decoded)
+        if self._dt_s < WINDOW_S:
+            return
+        if self._tokens > 0 and self._n_s >= MIN_DECODING_S:
+            n = max(1.0, self._n_s / self._dt_s)
+            features = (1.0, n, n * self._kv_s / self._n_s, self._prefilled / self._dt_s)
+            self.fold(features, self._n_s / self._tokens)
+            self._clear()
+        elif self._n_s <= 0 or not (self._tokens or self._prefilled):
+            self._clear()  # nobody decoded, or nothing moved at all: no window
+        # else: a stall, or a turn that just began; it belongs to the window in which the next tokens come
 
     def _clear(self) -> None:
         self._dt_s = self._n_s = self._kv_s = 0.0
@@ -180,6 +188,13 @@ class Roofline:
         self._coefficients = tuple(t / s for t, s in zip(self.squares.nonnegative(), SCALES, strict=True))
         self.n_windows += 1
         self._n_low, self._n_high = min(self._n_low, features[1]), max(self._n_high, features[1])
+
+
+def _decoding_s(before: SessionFacts, after: SessionFacts, dt_s: float) -> float:
+    """How long a session decoded between two readings."""
+    if before.decoding_s is not None and after.decoding_s is not None:
+        return max(0.0, after.decoding_s - before.decoding_s)
+    return dt_s * ((before.state == "decoding") + (after.state == "decoding")) / 2
 
 
 @dataclass(slots=True)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from polykv_proxy.gate.facts import EngineFacts, SessionFacts
+from polykv_proxy.gate.facts import EngineFacts, SessionFacts, State
 from polykv_proxy.gate.gate import Gate
 from polykv_proxy.gate.outcome import Admitted, Go, Held, Refused, TurnHeld, TurnWake
 from polykv_proxy.gate.policy import Policy
@@ -122,6 +122,22 @@ def test_a_stall_belongs_to_the_window_in_which_tokens_come_again() -> None:
     ((features, seconds),) = roofline.seen
     assert features[3] == pytest.approx(2000 / 1.5)
     assert seconds == pytest.approx(1.5 / 20)
+
+
+def test_turns_shorter_than_a_window_count_as_long_as_they_took() -> None:
+    """One session at 50 tokens per second, in turns of 0.6 s with pauses of 0.4 s: alone it decodes at 50 all the same,
+    and the cost of one more is not taken from windows in which it was at work for a part only."""
+    roofline, n_decoded, decoding_s = Windows(), 0, 0.0
+    for i in range(101):
+        at_s = round(i * 0.2 % 1.0, 3)
+        state: State = "decoding" if 0 < at_s <= 0.6 else "idle"
+        facts = SessionFacts(SessionId("a"), PoolId(1), PoolId(1), state, 1, n_decoded, 1000, decoding_s=decoding_s)
+        roofline.update(EngineFacts(i * 0.2, [facts]))
+        if at_s < 0.55:
+            n_decoded, decoding_s = n_decoded + 10, decoding_s + 0.2
+    assert len(roofline.seen) > 25
+    assert {round(features[1], 6) for features, _ in roofline.seen} == {1.0}
+    assert [seconds for _, seconds in roofline.seen] == pytest.approx([0.02] * len(roofline.seen))
 
 
 def test_duty_is_the_share_that_wants_to_decode() -> None:

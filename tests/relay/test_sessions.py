@@ -50,6 +50,27 @@ def test_unknown_usage_leaves_the_last_known() -> None:
     assert (session.ctx_used, session.tps) == (130, 30.0)
 
 
+def test_how_long_it_decoded_is_what_its_replies_say_else_what_was_seen() -> None:
+    book = SessionBook()
+    session = book.name(SessionId("s"), 0.0)
+    first = book.begin(session, 0.0)
+    first.sent(1.0, SlotId(0))
+    assert first.decoding_s(3.0) == 0.0
+    first.decodes(3.0)
+    first.first_token(3.5)
+    assert (first.state, first.first_s, first.decoding_s(4.0)) == ("decoding", 3.5, 1.0)
+    second = book.begin(session, 3.0)
+    book.end(second, Usage(predicted_n=100, tps=50.0), 5.0)
+    assert session.first_decoding_s == 0.0, "of turns at the same time only the first is this conversation"
+    book.end(first, Usage(cache_n=0, prompt_n=9, predicted_n=40, tps=20.0), 6.0)
+    assert (session.n_first_decoded, session.first_decoding_s) == (40, 2.0)
+    broken = book.begin(session, 7.0)
+    broken.sent(7.0, SlotId(0))
+    broken.decodes(8.0)
+    book.end(broken, Usage(), 8.5)
+    assert session.first_decoding_s == 2.5
+
+
 def test_windows_live_open_known() -> None:
     book = SessionBook(gap_s=60, idle_s=900, known_s=5000)
     session = book.name(SessionId("a"), 0)
