@@ -1,6 +1,6 @@
 """The courier: packages of many short turns with pauses for tools, started as the gate has room; the real engine.
 
-    python -m benchmarks.courier [--packages 10] [--turns 14] [--arms none,fixed,plain,settled,roofline]
+    python -m benchmarks.courier [--packages 10] [--turns 12] [--arms none,fixed,plain,settled,roofline]
                                  [--assert] [--json] [--out chart.svg] [--report report.md]
 
 Every package is a session of its own behind one pool: per turn a question of some 20 tokens, an answer of 32, a pause.
@@ -475,7 +475,7 @@ def main() -> int:
         description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--packages", type=int, default=10)
-    parser.add_argument("--turns", type=int, default=14)
+    parser.add_argument("--turns", type=int, default=12)
     parser.add_argument("--arms", default=",".join(ARMS), help="which, comma-separated, in this order")
     parser.add_argument("--out", type=Path, help="write the chart here, as SVG")
     parser.add_argument("--report", type=Path, help="write the report here, as markdown")
