@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import resource
 import signal
 from collections.abc import AsyncIterator, Callable
 
@@ -172,6 +173,17 @@ def calm_collector() -> None:
     gc.set_threshold(20_000, 20, 50)
 
 
+def open_many_files() -> None:
+    """Raise the soft limit of open files to the hard one: every client is one, and two while the engine serves it.
+
+    The usual soft limit of 1,024 is less than who may wait here; past it not even the engine could be asked.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(ValueError, OSError):  # macOS names no limit and has one; then it stays as it is
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 def run(settings: Settings, *, ready: Callable[[str], None] | None = None) -> None:
     """Serve until told to stop (blocking). ``ready`` is called with the URL once the proxy listens.
 
@@ -184,6 +196,7 @@ def run(settings: Settings, *, ready: Callable[[str], None] | None = None) -> No
     except ImportError:
         runner = asyncio.Runner()
     calm_collector()
+    open_many_files()
     with runner:
         try:
             runner.run(serve(settings, ready=ready))

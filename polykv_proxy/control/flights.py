@@ -24,6 +24,9 @@ log = logging.getLogger("polykv.fan_out")
 LOOK_S = 0.04
 """While somebody waits the engine is asked so often how far the leader's prefill is."""
 
+MAX_JOIN_S = 600.0
+"""An engine that hangs with a leader's prompt takes only so much of the others' time."""
+
 GRANT_S, STEP_S = 1.0, 0.1
 """So long a leader without a slot is waited for, and an engine that does not share cells that are there."""
 
@@ -92,16 +95,17 @@ class Flights:
         return flight
 
     async def _wait(self, flight: Flight, prompt: Prompt, n_common: int) -> bool:
-        """Wait for a flight, as long as its leader has a slot or its pool is made. False: there is nothing to wait for,
-        at least for now.
+        """Wait for a flight, as long as its leader has a slot or its pool is made, and not for ever. False: there is
+        nothing to wait for, at least for now.
 
         A leader that is in line itself is not waited for: who does would stand in line twice.
         """
         told: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         flight.waiting[prompt.number] = _Waiter(prompt, n_common, told)
-        patience_s = GRANT_S
+        patience_s, n_steps = GRANT_S, 0
         try:
-            while not told.done() and patience_s > 0:
+            while not told.done() and patience_s > 0 and n_steps * STEP_S < MAX_JOIN_S:
+                n_steps += 1
                 await asyncio.wait([told], timeout=STEP_S)
                 busy = flight.prefills or self._has_slot(flight.leader)
                 patience_s = GRANT_S if busy else patience_s - STEP_S

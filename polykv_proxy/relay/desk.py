@@ -42,10 +42,13 @@ class SlotDesk:
         *,
         look_first: bool = False,
         on_wait: Callable[[], None] = lambda: None,
+        within_s: float | None = None,
     ) -> Grant:
         """Wait for ``n`` slots, first come first served. Leaving (cancellation) gives up the place at once.
 
         ``on_wait`` is called when there is a line to stand in.
+
+        Raises:  TimeoutError when its turn did not come ``within_s``
         """
         if look_first:
             self.deliver(self.book.observe(await self._seen(), self._clock()))
@@ -58,7 +61,8 @@ class SlotDesk:
         self._waiting[ticket.ticket_id] = future
         try:
             self._look_if_needed()
-            return await future
+            async with asyncio.timeout(within_s):
+                return await future
         except BaseException:
             if future.done() and not future.cancelled() and future.exception() is None:
                 self.release(future.result())  # granted in the very moment it left

@@ -7,7 +7,7 @@ a reply that broke off never looks like one that ended: the connection is closed
 import asyncio
 import os
 import re
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 
 import orjson
 from aiohttp import HttpVersion11, web
@@ -89,17 +89,22 @@ def is_sse(upstream: UpstreamResponse) -> bool:
     return upstream.content_type.partition(";")[0].strip().lower() == "text/event-stream"
 
 
-async def read_body(request: web.Request, limit: int) -> bytes:
-    """The whole body, with or without a length. Raises BodyTooLarge (413) as soon as that is certain."""
+async def read_body(request: web.Request, limit: int, on_piece: Callable[[int], None] = lambda _: None) -> bytes:
+    """The whole body, with or without a length. ``on_piece``: told how many bytes came; what it raises ends it.
+
+    Raises:  BodyTooLarge (413) as soon as that is certain, BodyTimeout (408)
+    """
     length = request.content_length
     if length is not None and length > limit:
         raise BodyTooLarge(f"the body has {length} bytes; at most {limit} are read here", limit=limit)
     if length is not None and request.content.is_eof():
+        on_piece(length)
         return request.content.read_nowait()
     pieces: list[bytes] = []
     n = 0
     async for piece in _pieces(request):
         n += len(piece)
+        on_piece(len(piece))
         if n > limit:
             raise BodyTooLarge(f"the body has more than {limit} bytes", limit=limit)
         pieces.append(piece)

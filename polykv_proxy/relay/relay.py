@@ -25,6 +25,7 @@ from polykv_proxy.errors import (
 )
 from polykv_proxy.ids import SlotId
 from polykv_proxy.json_levels import MAX_LEVELS, is_too_deep
+from polykv_proxy.relay.backlog import Backlog, Place
 from polykv_proxy.relay.costs import Costs
 from polykv_proxy.relay.desk import SlotDesk
 from polykv_proxy.relay.dialects import (
@@ -72,6 +73,7 @@ class Relay:
         control.deliver_grants = self.desk.deliver
         control.plain.n_elsewhere = lambda: self.n_floating
         self.draining = False
+        self.backlog = Backlog(clock)
         self.costs = Costs()
         self.n_running = 0
         self.idle = asyncio.Event()
@@ -93,8 +95,9 @@ class Relay:
         try:
             return await self._serve(request, target, target.partition("?")[0], request_id)
         except PolyKVError as e:
-            error = e
-            if isinstance(e, UpstreamError):
+            upload = request.content.exception()  # one that was passed on and stopped is not the engine's fault
+            error = upload if isinstance(upload, PolyKVError) else e
+            if isinstance(error, UpstreamError):
                 self._look_at_engine()
         except web.RequestPayloadError as e:
             log.info("unreadable body: %s", type(e).__name__)  # its text would quote the client
@@ -176,15 +179,27 @@ class Relay:
                 self._check_strict(read_fields({}, request.headers))
             with self._floating():
                 return await self._plain(request, target, path, request_id, await relayed_body(request))
-        raw = await read_body(request, self.control.settings.max_body_bytes)
+        place = self.backlog.enter()
+        try:
+            return await self._serve_read(request, target, path, request_id, place, by_header=by_header)
+        finally:
+            place.leave()
+
+    async def _serve_read(
+        self, request: web.Request, target: str, path: str, request_id: str, place: Place, *, by_header: bool
+    ) -> web.StreamResponse:
+        """Read what may share a prefix, and serve it. ``place`` is left as soon as the engine has it."""
+        raw = await read_body(request, self.control.settings.max_body_bytes, place.add)
         read_s = self.clock()
         call = self._read(request, path, raw, by_header=by_header)
         if call is None and by_header:
             self._check_strict(read_fields({}, request.headers))
         if call is None:
+            place.leave()
             with self._floating():
                 return await self._plain(request, target, path, request_id, raw)
         self._check_strict(call.fields)
+        place.wait()
         turn = TurnRelay(
             self.control,
             self.desk,
@@ -194,6 +209,7 @@ class Relay:
             call=call,
             costs=self.costs,
             read_s=read_s,
+            place=place,
         )
         if self._normaliser is not None:
             turn.normalised = self._normaliser.apply(call, speaker_in(call, request.headers).family)

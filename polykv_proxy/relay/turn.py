@@ -25,6 +25,8 @@ from polykv_proxy.control.receipts import RequestRecord
 from polykv_proxy.conversation import Conversation
 from polykv_proxy.errors import CapacityError, PolyKVError
 from polykv_proxy.ids import SlotId
+from polykv_proxy.relay import backlog
+from polykv_proxy.relay.backlog import Place
 from polykv_proxy.relay.costs import Costs
 from polykv_proxy.relay.desk import SlotDesk
 from polykv_proxy.relay.dialects import Call, Dialect, conversation_of
@@ -61,8 +63,10 @@ class TurnRelay(Reply):
         call: Call,
         costs: Costs,
         read_s: float,
+        place: Place,
     ):
         super().__init__(control, clock, request=request, call=call)
+        self._place = place
         self._desk, self._costs, self._read_s, self._target = desk, costs, read_s, target
         self._books: SessionBook = control.sessions
         self._sent = False
@@ -198,8 +202,10 @@ class TurnRelay(Reply):
             self._left = self._control.parking.leaving(self._record.displaced)
             return None
         n = call.n_finals if call.n_choices <= n_slots else 1  # more choices than slots: the engine refuses it
+        left_s = backlog.MAX_WAIT_S
         while True:
-            waited_ms = await self._stand_in_line(session, min(n, n_slots), said, look_first)
+            waited_ms = await self._stand_in_line(session, min(n, n_slots), said, look_first, left_s)
+            left_s -= waited_ms / 1e3
             if waited_ms >= STALE_MS or self._control.room.is_put_off():
                 try:
                     await self._decide(session)
@@ -210,8 +216,10 @@ class TurnRelay(Reply):
             if grant is not None:
                 return grant
 
-    async def _stand_in_line(self, session: Session, n_slots: int, said: Conversation | None, look_first: bool) -> int:
-        """Gives how long it waited, in ms."""
+    async def _stand_in_line(
+        self, session: Session, n_slots: int, said: Conversation | None, look_first: bool, within_s: float
+    ) -> int:
+        """Gives how long it waited, in ms. Raises QueueTimeout (429)."""
         since_s, in_line, waited_ms = self._clock(), False, 0
 
         def stand_in_line() -> None:
@@ -221,8 +229,10 @@ class TurnRelay(Reply):
 
         try:
             grant = await self._desk.acquire(
-                session.session_id, n_slots, said, look_first=look_first, on_wait=stand_in_line
+                session.session_id, n_slots, said, look_first=look_first, on_wait=stand_in_line, within_s=within_s
             )
+        except TimeoutError as e:
+            raise self._place.late() from e
         finally:
             if in_line or look_first:
                 waited_ms = self._hold("slot", self._clock() - since_s)
@@ -308,6 +318,7 @@ class TurnRelay(Reply):
         self._turn.sent(sent_s, slot_id, self._plan.pool_id if self._plan is not None else None)
         self._costs.sent(sent_s - self._read_s - self._record.held_s)
         self._sent = True
+        self._place.leave(sent=True)
         if self._control.hints.on and (marked := beginnings_in(self._call)):
             tokens = self._plan.tokens if self._plan is not None else None
             self._control.hints.follow(self._turn, self._call.path, self._call.body, marked, tokens)
