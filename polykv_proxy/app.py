@@ -23,6 +23,7 @@ from polykv_proxy.relay.connection import AppRunner, Handler, ShortWay
 from polykv_proxy.relay.doors import Door, door_of, shows_prompts, target_of
 from polykv_proxy.relay.pump import check_framing, refuse, request_id_of
 from polykv_proxy.relay.relay import Relay
+from polykv_proxy.relay.slow_clients import Patience
 from polykv_proxy.routes.answers import REQUEST_ID
 from polykv_proxy.routes.guard import Guard
 
@@ -116,7 +117,8 @@ async def serving(settings: Settings) -> AsyncIterator[tuple[str, web.Applicatio
     Raises:  OSError when one of them cannot be used; then none is served
     """
     app = make_app(settings)
-    runner = AppRunner(app, app[SHORT_WAY])
+    patience = Patience(settings.client_head_s, settings.client_body_idle_s, settings.client_stall_s)
+    runner = AppRunner(app, app[SHORT_WAY], patience)
     await runner.setup()
     try:
         port = settings.port

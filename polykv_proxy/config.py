@@ -108,6 +108,15 @@ class Settings(BaseSettings):
     max_body_bytes: int = Field(
         32 << 20, ge=1024, description="Larger bodies in bytes on the routes that are parsed get 413."
     )
+    client_head_s: float = Field(
+        10, gt=0, allow_inf_nan=False, description="Seconds a client may take for the head of a request."
+    )
+    client_body_idle_s: float = Field(
+        30, gt=0, allow_inf_nan=False, description="Seconds without a byte of a body after which it is a 408."
+    )
+    client_stall_s: float = Field(
+        60, gt=0, allow_inf_nan=False, description="Seconds a client may take nothing of its reply before it is cut."
+    )
 
     @field_validator("host", mode="before")
     @classmethod

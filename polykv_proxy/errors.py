@@ -164,6 +164,11 @@ class PromptTooLarge(ContextLengthExceeded):
         )
 
 
+class HeadTimeout(RequestError):
+    status = 408
+    code = "head_timeout"
+
+
 class BodyTimeout(RequestError):
     status = 408
     code = "body_timeout"

@@ -15,6 +15,7 @@ from aiohttp import HttpVersion11, http_exceptions, web
 
 from polykv_proxy.errors import HeadersTooLarge, InvariantError, PolyKVError, RequestError
 from polykv_proxy.relay.refusals import refusal
+from polykv_proxy.relay.slow_clients import Patience, PatientHandler, SlowClients
 
 log = logging.getLogger("polykv.http")
 
@@ -47,9 +48,10 @@ ShortWay = Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]
 class AppRunner(web.AppRunner):
     """Runs an application behind ``Connection``. A client that leaves cancels its handler, in every phase."""
 
-    def __init__(self, app: web.Application, short_way: ShortWay):
+    def __init__(self, app: web.Application, short_way: ShortWay, patience: Patience):
         super().__init__(app, handler_cancellation=True, shutdown_timeout=1.0)
         self._short_way = short_way
+        self._slow = SlowClients(patience)
 
     async def _make_server(self) -> web.Server:
         made = await super()._make_server()
@@ -58,15 +60,24 @@ class AppRunner(web.AppRunner):
         def serve(request: Any) -> Awaitable[web.StreamResponse]:
             return short_way(request, routed)
 
-        return _Server(serve, request_factory=made.request_factory, handler_cancellation=True, **_OPTIONS)
+        server = _Server(serve, request_factory=made.request_factory, handler_cancellation=True, **_OPTIONS)
+        server.slow = self._slow
+        self._slow.start(server)
+        return server
+
+    async def cleanup(self) -> None:
+        await super().cleanup()
+        await self._slow.stop()
 
 
 class _Server(web.Server):
+    slow: SlowClients
+
     def __call__(self) -> web.RequestHandler:
-        return Connection(self, loop=self._loop, **_OPTIONS)
+        return Connection(self, self.slow, loop=self._loop, **_OPTIONS)
 
 
-class Connection(web.RequestHandler):
+class Connection(PatientHandler):
     """One connection of a client."""
 
     __slots__ = ()
@@ -96,7 +107,9 @@ class Connection(web.RequestHandler):
 
     def log_exception(self, *args: Any, **kw: Any) -> None:
         """What aiohttp has to say about a connection: the kind of problem, never its text."""
-        log.warning("connection broken off: %s", type(kw.get("exc_info")).__name__)
+        exc = kw.get("exc_info")
+        if not isinstance(exc, PolyKVError):  # those were told when they were raised
+            log.warning("connection broken off: %s", type(exc).__name__)
 
     def _understood(self, request: web.BaseRequest, status: int, exc: BaseException | None) -> PolyKVError:
         if isinstance(exc, http_exceptions.HttpProcessingError):

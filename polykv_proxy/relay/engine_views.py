@@ -15,7 +15,7 @@ from polykv_proxy.control import Control
 from polykv_proxy.control.policies import FIELDS as POLICY_FIELDS
 from polykv_proxy.ids import SlotId
 from polykv_proxy.relay.json_bytes import edit, elements, members
-from polykv_proxy.relay.pump import begin, pump_plain, raw_headers_of, relayed_body, send
+from polykv_proxy.relay.pump import begin, pump_plain, raw_headers_of, relayed_body
 from polykv_proxy.sessions import Session
 from polykv_proxy.upstream import SlotStats
 
@@ -34,7 +34,7 @@ async def engine_view(request: web.Request, control: Control, target: str, reque
         await control.feed.fresh()
         text = VIEWS[target.partition("?")[0]](text, control)
         response = await begin(request, upstream, [*extra, ("Content-Length", str(len(text)))])
-    await send(request, response, text)
+    await response.write(text)
     await response.write_eof()
     return response
 

@@ -11,7 +11,7 @@ import orjson
 from aiohttp import web
 
 from polykv_proxy.errors import UpstreamError
-from polykv_proxy.relay.pump import begin_events, send
+from polykv_proxy.relay.pump import begin_events
 from polykv_proxy.upstream import UpstreamResponse
 
 log = logging.getLogger("polykv.relay")
@@ -46,7 +46,7 @@ class KeptAlive:
             try:
                 if self._response is None:
                     self._response = await begin_events(self._request, self._extra)
-                await send(self._request, self._response, COMMENT)
+                await self._response.write(COMMENT)
             except ConnectionError as e:
                 log.debug("the client of a held turn is gone: %s", e)  # its handler is being told
                 return

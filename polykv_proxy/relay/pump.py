@@ -4,7 +4,6 @@ A piece goes out when it comes, the reader of a slow client slows the engine's c
 a reply that broke off never looks like one that ended: the connection is closed without its proper end.
 """
 
-import asyncio
 import os
 import re
 from collections.abc import AsyncIterator, Callable, Iterable
@@ -13,7 +12,7 @@ import orjson
 from aiohttp import HttpVersion11, web
 from multidict import CIMultiDict
 
-from polykv_proxy.errors import BodyTimeout, BodyTooLarge, PolyKVError, RequestError, UpstreamError
+from polykv_proxy.errors import BodyTooLarge, PolyKVError, RequestError, UpstreamError
 from polykv_proxy.relay.dialects import Dialect
 from polykv_proxy.relay.refusals import refusal, refusal_event, refusal_headers
 from polykv_proxy.upstream import UpstreamResponse
@@ -22,15 +21,8 @@ _SANE_ID = re.compile(r"[A-Za-z0-9._:+/=-]{1,128}")
 _BEGUN = web.RequestKey("polykv_begun", bool)
 _SAID = web.RequestKey("polykv_said", dict[str, str])
 _RECORDED = web.RequestKey("polykv_recorded", bool)
-BODY_IDLE_S = 30.0
-STALL_S = 60.0
 _READ_AT_ONCE = 1 << 20
-_WRITES_WITHOUT_WAITING = 1 << 16
 _ADDED_BY_AIOHTTP = ("Date", "Server", "Content-Type")
-
-
-class ClientStalled(ConnectionError):
-    """Nobody is left to be told; the handler just ends."""
 
 
 class RelayedResponse(web.StreamResponse):
@@ -121,36 +113,14 @@ async def relayed_body(request: web.Request) -> bytes | AsyncIterator[bytes] | N
 
 
 async def _pieces(request: web.Request) -> AsyncIterator[bytes]:
-    """The body as it comes. Raises BodyTimeout (408) when nothing comes any more."""
+    """The body as it comes. Raises BodyTimeout (408) when nothing comes any more (``slow_clients``)."""
     content = request.content
     if content.is_eof():
         yield content.read_nowait()
         return
     while not content.at_eof():
-        try:
-            async with asyncio.timeout(BODY_IDLE_S):
-                piece = await content.readany()
-        except TimeoutError as e:
-            raise BodyTimeout(f"nothing of the body came for {BODY_IDLE_S:.0f} s") from e
-        if piece:
+        if piece := await content.readany():
             yield piece
-
-
-async def send(request: web.Request, response: web.StreamResponse, chunk: bytes) -> None:
-    """Write, and wait while the client is slow; one that takes nothing at all any more is hung up on.
-
-    Raises:  ClientStalled
-    """
-    transport = request.transport
-    if transport is None or transport.get_write_buffer_size() + len(chunk) < _WRITES_WITHOUT_WAITING:
-        await response.write(chunk)
-        return
-    try:
-        async with asyncio.timeout(STALL_S):
-            await response.write(chunk)
-    except TimeoutError as e:
-        transport.abort()
-        raise ClientStalled(f"the client took nothing for {STALL_S:.0f} s") from e
 
 
 async def pump_plain(
@@ -160,7 +130,7 @@ async def pump_plain(
     response = await begin(request, upstream, extra)
     try:
         while chunk := await upstream.read_piece():
-            await send(request, response, chunk)
+            await response.write(chunk)
     except UpstreamError as e:
         return await cut(request, response, e, dialect, sse=is_sse(upstream))
     await response.write_eof()

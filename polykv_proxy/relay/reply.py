@@ -19,7 +19,7 @@ from polykv_proxy.errors import UpstreamError
 from polykv_proxy.ids import SlotId
 from polykv_proxy.relay.dialects import Call, Dialect
 from polykv_proxy.relay.json_bytes import append_to_object
-from polykv_proxy.relay.pump import begin, cut, send
+from polykv_proxy.relay.pump import begin, cut
 from polykv_proxy.relay.receipt import Receipt
 from polykv_proxy.relay.sse import SseReader
 from polykv_proxy.relay.usage import add_whole, rate_in
@@ -79,12 +79,12 @@ class Reply:
                 if reader.ended:
                     self._learn_rate(usage)
                 if out:
-                    await send(self._request, response, out)
+                    await response.write(out)
             self._complete, self._failed, self._engine_done_s = True, reader.failed, self._clock()
         except UpstreamError as e:
             return await cut(self._request, response, e, call.dialect, sse=True, mid_line=reader.mid_line)
         if rest := reader.finish():
-            await send(self._request, response, rest)
+            await response.write(rest)
         await response.write_eof()
         return response
 
@@ -116,7 +116,7 @@ class Reply:
             extra.append(("x-session-tps", f"{self._turn.session.tps:.2f}"))
         extra.append(("Content-Length", str(len(body))))
         response = await begin(self._request, upstream, extra)
-        await send(self._request, response, body)
+        await response.write(body)
         await response.write_eof()
         return response
 
@@ -132,7 +132,7 @@ class Reply:
                 n += len(chunk)
                 if n <= MAX_WHOLE_REPLY:
                     pieces.append(chunk)
-                await send(self._request, response, chunk)
+                await response.write(chunk)
             self._complete, self._engine_done_s = True, self._clock()
         except UpstreamError as e:
             return await cut(self._request, response, e, self._call.dialect, sse=False)
@@ -150,10 +150,10 @@ class Reply:
         response = await begin(self._request, upstream, extra)
         try:
             for piece in pieces:
-                await send(self._request, response, piece)
+                await response.write(piece)
             pieces.clear()
             while chunk := await upstream.read_piece():
-                await send(self._request, response, chunk)
+                await response.write(chunk)
             self._complete = True
         except UpstreamError as e:
             return await cut(self._request, response, e, self._call.dialect, sse=False)

@@ -124,6 +124,7 @@ EXPECTED: dict[str, type[sdk.PolyKVError]] = {
     "not_found": sdk.InvalidRequestError,
     "method_not_allowed": sdk.InvalidRequestError,
     "body_too_large": sdk.InvalidRequestError,
+    "head_timeout": sdk.InvalidRequestError,
     "body_timeout": sdk.InvalidRequestError,
     "headers_too_large": sdk.InvalidRequestError,
     "name_taken": sdk.PoolConflictError,

@@ -33,6 +33,9 @@ TABLE = {
     "POLYKV_REWRITE_TOOL_CHOICE": (True, "off", False),
     "POLYKV_NORMALISE": ((), "billing, date,billing", ("billing", "date")),
     "POLYKV_MAX_BODY_BYTES": (33554432, "2048", 2048),
+    "POLYKV_CLIENT_HEAD_S": (10, "2.5", 2.5),
+    "POLYKV_CLIENT_BODY_IDLE_S": (30, "2.5", 2.5),
+    "POLYKV_CLIENT_STALL_S": (60, "2.5", 2.5),
 }
 
 

@@ -13,7 +13,6 @@ from typing import Any
 import orjson
 import pytest
 
-from polykv_proxy.relay import pump
 from tests.fake_engine import FakeEngine, Hold
 from tests.relay.conftest import Proxy, ProxyMaker
 from tests.relay.dialect_cases import body_of
@@ -204,28 +203,3 @@ async def test_a_slow_reader_slows_the_engine_and_not_memory(make_proxy: ProxyMa
             assert sent < size / 2
             assert proxy.relay.n_running == 1
         await all_at_rest(proxy)
-
-
-async def test_a_reader_that_takes_nothing_any_more_is_hung_up_on(
-    make_proxy: ProxyMaker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pump, "STALL_S", 0.3)
-    size = 50_000_000
-    script = [OK + b"Content-Length: %d\r\n\r\n" % size, *([b"x" * 100_000] * (size // 100_000))]
-    async with RawEngine(script) as engine, make_proxy(engine.url) as proxy, connected(proxy.url) as (reader, writer):
-        writer.write(get("/big"))
-        await reader.readuntil(b"\r\n\r\n")
-        reader._transport.pause_reading()  # type: ignore[attr-defined]
-        await until(engine.left.is_set)
-        await all_at_rest(proxy)
-
-
-async def test_an_upload_that_stops_in_the_middle_is_a_408(
-    engine: FakeEngine, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pump, "BODY_IDLE_S", 0.2)
-    for path in (CHAT, "/tokenize"):
-        async with connected(proxy.url) as (reader, writer):
-            writer.write(f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{{".encode())
-            assert (await asyncio.wait_for(reader.readline(), 5)).split(b" ")[1] == b"408"
-    await all_at_rest(proxy)

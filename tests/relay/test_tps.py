@@ -244,10 +244,12 @@ async def test_an_engine_that_does_not_answer_holds_up_no_tick(engine: FakeEngin
     hold.release()
 
 
-async def test_who_does_not_read_blocks_nobody_and_is_let_go(
-    engine: FakeEngine, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("polykv_proxy.routes.tps.STALL_S", 0.3)
+async def test_who_does_not_read_blocks_nobody_and_is_let_go(engine: FakeEngine, make_proxy: ProxyMaker) -> None:
+    async with make_proxy(engine.url, client_stall_s=0.3) as proxy:
+        await nobody_waits_for_who_does_not_read(proxy)
+
+
+async def nobody_waits_for_who_does_not_read(proxy: Proxy) -> None:
     for i in range(2000):
         proxy.control.sessions.name(f"session-{i}", proxy.control.clock())  # type: ignore[arg-type]
     loop, address = asyncio.get_running_loop(), httpx.URL(proxy.url)
