@@ -6,7 +6,7 @@ from typing import Any
 
 from langchain_core.runnables import Runnable, RunnableConfig
 
-from polykv_proxy.client import AsyncPolyKVClient, Courier, Delivery, Job, PolyKVClient
+from polykv_proxy.client import AsyncPolyKVClient, Courier, Delivery, Job, PaceEvent, PolyKVClient
 from polykv_proxy.langgraph.state import pool_of, running_context
 
 Worker = Runnable[Any, Any] | Callable[[Job[Any]], Any] | Callable[[Job[Any]], Awaitable[Any]]
@@ -21,7 +21,8 @@ class CourierNode(Runnable[Any, dict[str, Any]]):
     ``worker``: a function of a ``Job``; or a Runnable (a chain, a compiled graph), which gets the item with ``polykv``:
     {pool_id, session_id}, in an item that is a dictionary, else as {item, polykv}. Its requests carry both.
     ``session_key(item, index)``: names the session of an item within its thread; it should be the same when a graph is
-    resumed, which then goes on with the same sessions. ``max_workers``, ``max_attempts``: as in the SDK.
+    resumed, which then goes on with the same sessions.
+    ``on_event``: is told of every start and hold. ``max_workers``, ``max_attempts``: as in the SDK.
     """
 
     def __init__(
@@ -34,11 +35,13 @@ class CourierNode(Runnable[Any, dict[str, Any]]):
         session_key: Callable[[Any, int], str] | None = None,
         max_workers: int | None = None,
         max_attempts: int = 100,
+        on_event: Callable[[PaceEvent], Any] | None = None,
         client: PolyKVClient | None = None,
         async_client: AsyncPolyKVClient | None = None,
     ):
         self._worker, self._items, self._results, self._pool_id = worker, items, results, pool_id
         self._session_key = session_key or (lambda item, index: str(index))
+        self._on_event = on_event
         self._max_workers, self._max_attempts = max_workers, max_attempts
         self._client, self._async_client = client, async_client
 
@@ -72,6 +75,7 @@ class CourierNode(Runnable[Any, dict[str, Any]]):
             session_key=lambda item, index: f"{thread}:{self._session_key(item, index)}",
             max_workers=self._max_workers,
             max_attempts=self._max_attempts,
+            on_event=self._on_event,
         )
 
     def _do(self, config: RunnableConfig | None) -> Callable[[Job[Any]], Any]:

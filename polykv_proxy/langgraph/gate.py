@@ -1,7 +1,7 @@
 """The gate of a pool as a node, and what graphs do with a refusal.
 
 The node asks; it takes no place. To start many sessions at once let each of them stand in the pacer's line
-(``ChatPolyKV(on_saturated="wait")``, ``PolyKVContext.async_pacer``, ``courier_node``): as many as there was room for a
+(``ChatPolyKV(on_saturated="wait")``, ``PolyKVContext.async_pacer``, ``CourierNode``): as many as there was room for a
 moment ago are too many together.
 """
 

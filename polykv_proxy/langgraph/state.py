@@ -25,8 +25,8 @@ def merge_polykv(left: Mapping[str, Any] | None, right: Mapping[str, Any] | None
     """Put two updates of ``polykv`` together; which one came first does not matter where both say when they were made.
 
     ``capacity``, and each of ``sessions`` by itself: the one with the later ``ts``. ``compactions``: the larger count.
-    ``retired``: all of both. Any other key: what was written later by ``at``, which ``polykv_update`` fills in; without
-    that the right one.
+    ``pools``, ``retired``: all of both, and no pool that is retired. Any other key: what was written later by ``at``,
+    which ``polykv_update`` fills in; without that the right one.
     """
     out: dict[str, Any] = {}
     at: dict[str, Any] = {}
@@ -37,6 +37,8 @@ def merge_polykv(left: Mapping[str, Any] | None, right: Mapping[str, Any] | None
             elif key == "sessions":
                 had = out.get(key) or {}
                 out[key] = {**had, **{name: _later(had.get(name), each) for name, each in (value or {}).items()}}
+            elif key == "pools":
+                out[key] = {**(out.get(key) or {}), **(value or {})}
             elif key == "compactions":
                 out[key] = max(out.get(key) or 0, value or 0)
             elif key == "retired":
@@ -48,19 +50,23 @@ def merge_polykv(left: Mapping[str, Any] | None, right: Mapping[str, Any] | None
                     at.pop(key, None)
                     if ts is not None:
                         at[key] = ts
+    if "pools" in out:
+        gone = {str(each) for each in out.get("retired") or ()}
+        out["pools"] = {name: each for name, each in out["pools"].items() if name not in gone}
     return {**out, "at": at} if at else out
 
 
 def polykv_update(**fields: Any) -> dict[str, Any]:
     """An update of ``polykv`` that says when it was made: ``{"polykv": polykv_update(pool_id=7)}``."""
     now = time.time()
-    plain = {name for name in fields if name not in ("capacity", "sessions", "compactions", "retired")}
+    plain = {name for name in fields if name not in ("capacity", "sessions", "pools", "compactions", "retired")}
     return {**fields, "at": dict.fromkeys(sorted(plain), now)} if plain else fields
 
 
 class PolyKVState(TypedDict, total=False):
-    """``polykv``: {pool_id, ancestor_pool_id, session_id, sessions: {id: {tps, ctx_headroom_tokens, ts}},
-    capacity: {…, ts}, compactions, retired: [pool ids]}; all of them may be missing.
+    """``polykv``: {pool_id, ancestor_pool_id, session_id, sessions: {id: {tps, ctx_headroom_tokens, pool_id, ts}},
+    capacity: {…, ts}, pools: {id: {name, parent, prefix_len}}, compactions, retired: [pool ids]}; all of them may be
+    missing. ``pools``: those that an agent made by its tools, ids as text.
     """
 
     polykv: Annotated[dict[str, Any], merge_polykv]

@@ -20,6 +20,7 @@ def updates() -> st.SearchStrategy[list[dict[str, Any]]]:
             "capacity": st.fixed_dictionaries({"n_active": st.integers(0, 3)}),
             "sessions": st.dictionaries(names, st.fixed_dictionaries({"tps": st.integers(0, 9)})),
             "compactions": st.integers(0, 3),
+            "pools": st.dictionaries(st.sampled_from("012345"), st.just({"parent": 0})),
             "retired": st.lists(st.integers(0, 5)),
         },
     )
@@ -49,6 +50,7 @@ def test_each_key_is_merged_by_its_own_rule() -> None:
         "pool_id": 1,
         "sessions": {"a": {"tps": 1, "ts": 5}, "b": {"tps": 2, "ts": 5}},
         "capacity": {"n_active": 1, "ts": 9},
+        "pools": {"5": {"parent": -1}, "6": {"parent": 5}},
         "compactions": 2,
         "retired": [7, 3],
     }
@@ -56,6 +58,7 @@ def test_each_key_is_merged_by_its_own_rule() -> None:
         "session_id": "s",
         "sessions": {"a": {"tps": 9, "ts": 4}, "c": {"tps": 3, "ts": 4}},
         "capacity": {"n_active": 2, "ts": 8},
+        "pools": {"8": {"parent": 6}},
         "compactions": 1,
         "retired": [5],
     }
@@ -65,6 +68,7 @@ def test_each_key_is_merged_by_its_own_rule() -> None:
         "session_id": "s",
         "sessions": {"a": {"tps": 1, "ts": 5}, "b": {"tps": 2, "ts": 5}, "c": {"tps": 3, "ts": 4}},
         "capacity": {"n_active": 1, "ts": 9},
+        "pools": {"6": {"parent": 5}, "8": {"parent": 6}},
         "compactions": 2,
         "retired": [3, 5, 7],
     }
