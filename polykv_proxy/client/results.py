@@ -281,6 +281,9 @@ class Capacity(Result):
     headroom_sessions: int | None = None
     kv_headroom_pct: float | None = None
     compaction_pressure: float | None = None
+    ctx_used: int | None = None
+    ctx_total: int | None = None
+    ctx_headroom_tokens: int | None = None
     kv_streams_total: int | None = None
     kv_streams_free: int | None = None
     kv_cells_per_stream: int | None = None

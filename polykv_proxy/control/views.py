@@ -201,11 +201,18 @@ class Views:
 
     def context_of(self, session: Session) -> dict[str, int | None]:
         """How much of its slot's context a session uses, also while it runs."""
-        stats, plain = self._watch.stats, self._plain.props
-        total = plain.n_ctx if plain is not None else stats.n_ctx_slot if stats is not None else None
-        used = session.ctx_used if plain is not None else self._rates.ctx_used_of(session)
+        return self.context(session.ctx_used if self._plain.props is not None else self._rates.ctx_used_of(session))
+
+    def context(self, used: int | None) -> dict[str, int | None]:
+        """What is left of a slot's context when so much of it is used."""
+        total = self.ctx_total()
         left = max(0, total - used) if total is not None and used is not None else None
         return {"ctx_used": used, "ctx_total": total, "ctx_headroom_tokens": left}
+
+    def ctx_total(self) -> int | None:
+        """Tokens that one session can have, the same in every slot."""
+        stats, plain = self._watch.stats, self._plain.props
+        return plain.n_ctx if plain is not None else stats.n_ctx_slot if stats is not None else None
 
     def streams(self) -> dict[str, int | None]:
         """The streams of a split cache: one per slot and pool sequence, and two that the engine keeps for itself.
@@ -230,6 +237,8 @@ class Views:
         watch = self._watch
         ready = watch.state == "ready"
         status = {"ready": "ok", "loading": "loading"}.get(watch.state, "upstream_unavailable")
+        if ready and watch.hangs:
+            ready, status = False, "hung"
         taken_by = self._taken_by() if ready and watch.hooks else None
         if taken_by is not None:
             ready, status = False, "not_owner"

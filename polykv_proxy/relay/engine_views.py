@@ -19,6 +19,7 @@ from polykv_proxy.relay.pump import begin, pump_plain, raw_headers_of, relayed_b
 from polykv_proxy.sessions import Session
 from polykv_proxy.upstream import SlotStats
 
+_CONTEXT = ("ctx_used", "ctx_total", "ctx_headroom_tokens")
 _UNPACKED = frozenset({"accept-encoding"})
 """What comes compressed could not be read here."""
 
@@ -59,7 +60,8 @@ def with_policy(text: bytes, control: Control) -> bytes:
     props = _parsed(text)
     if not isinstance(props, dict):
         return text
-    policy = {"polykv": _policy(control)}
+    control.rates.note()
+    policy = {"polykv": _policy(control) | {"ctx_total": control.views.ctx_total(), "slots": _contexts(control)}}
     if "opencoti" not in props:
         return _put(text, props, {"opencoti": policy})
     if not isinstance(props["opencoti"], dict):
@@ -102,16 +104,25 @@ def _of_slot(entry: dict[str, Any], owners: dict[int, Session], control: Control
         session = None  # somebody else's task, who did not come through here
     if session is not None:
         rate = control.views.rate_of(session)
-        return {key: rate[key] for key in ("pool_id", "session_id", "tps_ewma", "ctx_used", "ctx_headroom_tokens")}
+        return {key: rate[key] for key in ("pool_id", "session_id", "tps_ewma", *_CONTEXT)}
     slot = control.rates.slot(slot_id) if slot_id is not None else None
-    used, total = control.rates.used_in(slot), slot.n_ctx if slot is not None else 0
     return {
         "pool_id": _pool_in(slot, control),
         "session_id": None,
         "tps_ewma": control.rates.tps_in(slot),
-        "ctx_used": used,
-        "ctx_headroom_tokens": max(0, total - used) if total and used is not None else None,
+        **(control.views.context(control.rates.used_in(slot)) if slot is not None else dict.fromkeys(_CONTEXT)),
     }
+
+
+def _contexts(control: Control) -> list[dict[str, Any]]:
+    """What of its context every slot uses, as ``/slots`` shows it, which may be off. Not whose it is: that is for those
+    who may see prompts."""
+    stats, owners = control.watch.stats, _owners(control)
+    found = []
+    for slot in stats.slots if stats is not None else ():
+        shown = _of_slot({"id": int(slot.id), "is_processing": not slot.idle}, owners, control)
+        found.append({"id": int(slot.id)} | {key: shown[key] for key in _CONTEXT})
+    return found
 
 
 def _pool_in(slot: SlotStats | None, control: Control) -> int | None:

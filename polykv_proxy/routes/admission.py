@@ -30,7 +30,10 @@ def admission_routes(control: Control) -> list[web.RouteDef]:
         await control.door.look()
         pool = control.tree.get(request.match_info["ref"])
         verdict = control.door.capacity(pool.pool_id, expected_tokens, session_id)
-        return json_answer({"pool_id": pool.pool_id, "name": pool.name} | verdict)
+        session = control.sessions.get(session_id) if session_id is not None else None
+        views = control.views
+        context = views.context_of(session) if session is not None else views.context(pool.prefix_len)
+        return json_answer({"pool_id": pool.pool_id, "name": pool.name} | verdict | context)
 
     path = "/polykv/pools/{ref}/admission"
     return [

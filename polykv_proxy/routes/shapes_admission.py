@@ -71,6 +71,10 @@ class CapacityShown(Shape):
     kv_headroom_pct: Annotated[float, Field(ge=0, le=100)] | None
     compaction_pressure: Annotated[float, Field(ge=0, le=1)] | None
     """How near the wall the cache or the longest conversation is; 0 when nobody is there."""
+    ctx_used: Count | None
+    """Of the session that ``session_id`` names; a new one begins with what the pool has."""
+    ctx_total: Count | None
+    ctx_headroom_tokens: Count | None
     kv_streams_total: Count | None
     kv_streams_free: Count | None
     kv_cells_per_stream: Count | None

@@ -160,7 +160,7 @@ CAPACITY = {
     *("settling", "settle_remaining_ms", "n_warming", "n_pool_sessions", "guaranteed", "projected_mean_tps_model"),
     *("projected_mean_tps_measured", "drop_per_admit_ewma", "known_session", "compaction_pressure"),
     *("seq_ids_used", "seq_ids_max", "projected_idle_estimate"),
-    *("kv_streams_total", "kv_streams_free", "kv_cells_per_stream"),
+    *("kv_streams_total", "kv_streams_free", "kv_cells_per_stream", "ctx_used", "ctx_total", "ctx_headroom_tokens"),
 }
 
 
@@ -178,6 +178,10 @@ async def test_capacity_has_the_fields_of_the_contract(engine: FakeEngine, proxy
     assert (found["pool_id"], found["name"], found["can_admit"], found["reason"]) == (2, "leaf", True, "ok")
     assert (found["seq_ids_used"], found["seq_ids_max"]) == (2, engine.max_pools)
     assert (found["n_pool_sessions"], found["n_active"], found["compaction_pressure"]) == (0, 0, 0)
+    pools = (await proxy.client.get("/polykv/pools")).json()["pools"]
+    leaf = next(pool["prefix_len"] for pool in pools if pool["name"] == "leaf")  # what a new session begins with
+    left = engine.n_ctx_slot - leaf
+    assert (found["ctx_used"], found["ctx_total"], found["ctx_headroom_tokens"]) == (leaf, engine.n_ctx_slot, left)
     n_used = engine.cache.used()
     assert found["kv_headroom_pct"] == 100  # nobody uses the pools: a new session could have their cells
     assert n_used > 0

@@ -17,7 +17,7 @@ from tests.fake_engine.faults import reply
 from tests.relay.conftest import Proxy, ProxyMaker
 from tests.relay.raw import until
 
-OURS = ("pool_id", "session_id", "tps_ewma", "ctx_used", "ctx_headroom_tokens")
+OURS = ("pool_id", "session_id", "tps_ewma", "ctx_used", "ctx_total", "ctx_headroom_tokens")
 PREFIX = list(range(100, 140))
 ODD = rb"""[ {"id":0 ,"n_ctx": 4096, "is_processing":false,"params":{"top_p":0.949999988079071,"min_p":5e-2,
    "seed":18446744073709551615,"stop":["}]","\"id\": 7","\u00e9"], "pool_id":["theirs"]}}
@@ -100,6 +100,18 @@ async def test_whose_slot_it_is(engine: FakeEngine, proxy: Proxy) -> None:
     assert (runs["id"], runs["pool_id"], runs["tps_ewma"]) == (busy.id, None, 12.5)
     assert 30 < runs["ctx_used"] == total - runs["ctx_headroom_tokens"]
     assert sum(entry["session_id"] is None for entry in entries) == 2
+
+    # The same everywhere; of a session that runs no reading is like the next.
+    context = {name: rests[name] for name in ("ctx_used", "ctx_total", "ctx_headroom_tokens")}
+    assert context["ctx_total"] == engine.n_ctx_slot
+    polykv = (await proxy.client.get("/props")).json()["opencoti"]["polykv"]
+    assert polykv["ctx_total"] == engine.n_ctx_slot
+    assert polykv["slots"][rests["id"]] == {"id": rests["id"]} | context
+    assert [slot["id"] for slot in polykv["slots"]] == [0, 1, 2, 3]
+    for path in ("/polykv/pools/desk/capacity?session_id=rests", "/polykv/sessions/rests"):
+        assert context.items() <= (await proxy.client.get(path)).json().items()
+    sessions = (await proxy.client.get("/polykv/tps")).json()["sessions"]
+    assert context.items() <= next(s for s in sessions if s["session_id"] == "rests").items()
     running.cancel()
     await asyncio.wait([running])
 
