@@ -29,35 +29,38 @@ PREFIX = "opencoti_polykv:"
 
 _PoolMetric = tuple[str, str, Callable[[PoolReading], float | None]]
 
+_OF_THE_PAGE = frozenset({"content-length", "content-type", "content-encoding", "etag"})
+"""Headers of the engine that are not true of its page with ours behind it."""
+
 ENGINE_PATIENCE_S = 2.0
 """llama-server answers between two batches; who scrapes gives up after 10 s, by default."""
 
 
 async def metrics_answer(control: Control, costs: Costs) -> web.Response:
-    own = await _of_engine(control)
+    own, headers = await _of_engine(control)
     return web.Response(
         body=own + exposition(control.readings(), costs, aliases=control.settings.metrics_aliases),
-        headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4},
+        headers=[*headers, ("Content-Type", CONTENT_TYPE_PLAIN_0_0_4)],
     )
 
 
-async def _of_engine(control: Control) -> bytes:
-    """What llama-server says; nothing when it does not (started without --metrics, away, busy).
+async def _of_engine(control: Control) -> tuple[bytes, list[tuple[str, str]]]:
+    """What llama-server says, with its headers; nothing when it does not (started without --metrics, away, busy).
 
-    Asleep it is not asked: that would load the model.
+    Asleep it tells what it counted before, and sleeps on.
     """
-    if control.watch.sleeping:
-        return b""
+    nothing: tuple[bytes, list[tuple[str, str]]] = (b"", [])
     try:
         async with asyncio.timeout(ENGINE_PATIENCE_S):
             async with await control.engine.open("GET", "/metrics") as upstream:
                 if upstream.status != 200:
-                    return b""
+                    return nothing
                 text = await upstream.read()
+                headers = [(k, v) for k, v in upstream.returnable_headers() if k.lower() not in _OF_THE_PAGE]
     except (TimeoutError, UpstreamError) as e:
         log.info("no metrics from the engine: %s", e)
-        return b""
-    return text if not text or text.endswith(b"\n") else text + b"\n"
+        return nothing
+    return text if not text or text.endswith(b"\n") else text + b"\n", headers
 
 
 def exposition(readings: Readings, costs: Costs, *, aliases: str | None = None) -> bytes:

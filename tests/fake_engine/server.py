@@ -91,6 +91,7 @@ class FakeEngine:
         """Fresh state, new epoch, the same port as before if it ran before."""
         await self._ended()
         self.n_starts += 1
+        self.started_s = int(time.time())
         self.sleeping = False
         self._new_context()
         self.saved.restarted()
@@ -253,7 +254,8 @@ class FakeEngine:
 
     async def _metrics(self, request: web.Request) -> web.Response:
         n = sum(s.n_decoded_cum for s in self.slots)
-        return web.Response(text=f"llamacpp:tokens_predicted_total {n}\n")
+        started = {"Process-Start-Time-Unix": str(self.started_s)}
+        return web.Response(text=f"llamacpp:tokens_predicted_total {n}\n", headers=started)
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         return web.json_response({"tokens": self.template.tokenizer.encode((await request.json())["content"])})

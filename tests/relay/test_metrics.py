@@ -128,14 +128,24 @@ async def test_an_engine_that_does_not_answer_in_time_leaves_ours(
     assert shown["engine_up"] == {(): 1}
 
 
-async def test_a_scrape_does_not_wake_an_engine_that_sleeps(engine: FakeEngine, proxy: Proxy) -> None:
+async def test_an_engine_that_sleeps_tells_what_it_counted_and_sleeps_on(engine: FakeEngine, proxy: Proxy) -> None:
     engine.sleep()
     await proxy.control.refresh()
-    n_before = len(engine.received)
-    shown = await scrape(proxy)
+    own = (await proxy.client.get(f"{engine.url}/metrics")).text
+    answer = await proxy.client.get("/metrics")
+    assert own.startswith("llamacpp:tokens_predicted_total")
+    assert answer.text.startswith(own)
+    assert samples(answer)["engine_up"] == {(): 1}
     assert engine.sleeping
-    assert [asked.path for asked in engine.received[n_before:] if asked.path == "/metrics"] == []
-    assert shown["engine_up"] == {(): 1}
+
+
+async def test_the_engines_headers_go_with_its_page(engine: FakeEngine, proxy: Proxy) -> None:
+    """Its start in Unix seconds, which it tells nowhere else."""
+    direct = await proxy.client.get(f"{engine.url}/metrics")
+    answer = await proxy.client.get("/metrics")
+    assert direct.headers["Process-Start-Time-Unix"] == answer.headers["Process-Start-Time-Unix"] != ""
+    assert int(answer.headers["Content-Length"]) == len(answer.content) > len(direct.content)
+    assert answer.headers.get_list("content-type") == ["text/plain; version=0.0.4; charset=utf-8"]
 
 
 @pytest.mark.parametrize("mode", ["auto", "explicit"])
