@@ -1,16 +1,21 @@
 """Which door a request target leads to, whatever way it is spelled.
 
 Pure. ``/polykv`` belongs to the proxy and is never relayed: neither ``/polykv/engine`` nor a control route can be
-reached through ``//``, ``%2f``, ``..``, ``;`` or another case. The rest goes on as it came, byte for byte.
+reached through ``//``, ``%2f``, ``%u002f``, ``..``, ``;`` or another case. The rest goes on as it came, byte for byte.
+
+llama-server decodes a path once before it looks for a route, ``%XX`` and ``%uXXXX``, and the parts of it that are
+parameters a second time. So what counts is not only where a path leads when all of it is decoded and tidied up, but
+also every way of reading it before that.
 
 A session's id is any text: in ``/polykv/sessions/{id}``, and only there, a slash may stand as ``%2F``, as long as
 nobody who decodes it is led out of that place.
 """
 
 import re
+from collections.abc import Iterator
 from enum import Enum
 from functools import lru_cache
-from urllib.parse import unquote, unquote_to_bytes
+from urllib.parse import unquote
 
 
 class Door(Enum):
@@ -22,7 +27,8 @@ class Door(Enum):
 _ABSOLUTE = re.compile(r"https?://[^/?#]*", re.IGNORECASE)
 _NAMED = re.compile(r"/polykv/(?:pools|sessions)/([^/\\;]+)(?:/[a-z]+)?/?\Z")
 _SESSION = re.compile(r"/polykv/sessions/([^/\\;]+)\Z")
-_HIDDEN = re.compile(r"%(?:2f|5c|2e|3b|00|25)", re.IGNORECASE)
+_HIDDEN = re.compile(r"%(?:2f|5c|2e|3b|00|25|u)", re.IGNORECASE)
+_ESCAPE = re.compile(r"%u([0-9a-f]{4})|%([0-9a-f]{2})", re.IGNORECASE)
 _MAX_DECODE = 4
 
 
@@ -38,41 +44,85 @@ def target_of(raw_path: str) -> str:
 
 def canonical(path: str) -> str:
     """What a lenient server could make of it: decoded, lower case, without parameters, dots and double slashes."""
+    return "/" + "/".join(_tidied(_segments(path)))
+
+
+@lru_cache(maxsize=512)
+def engine_path(target: str) -> str:
+    """The path that llama-server looks up for a target: without query and fragment, decoded once."""
+    path = target.partition("?")[0].partition("#")[0]
+    return _decoded(_bytewise(path)).encode("latin-1").decode("utf-8", "surrogateescape") if "%" in path else path
+
+
+def _bytewise(path: str) -> str:
+    """Each character stands for a byte."""
+    return path.encode("utf-8", "surrogateescape").decode("latin-1")
+
+
+def _decoded(path: str) -> str:
+    """Once, as llama-server does it."""
+    return _ESCAPE.sub(_character, path)
+
+
+def _character(escape: re.Match[str]) -> str:
+    if escape[2]:
+        return chr(int(escape[2], 16))
+    # Half of a pair of UTF-16 is nothing to it.
+    return chr(int(escape[1], 16)).encode("utf-8", "ignore").decode("latin-1")
+
+
+def _readings(path: str) -> list[str]:
+    """The path as it is, decoded once, twice, and as often as anybody would."""
+    readings = [_bytewise(path)]
+    while len(readings) <= _MAX_DECODE and (decoded := _decoded(readings[-1])) != readings[-1]:
+        readings.append(decoded)
+    return readings
+
+
+def _segments(path: str) -> list[str]:
+    """The names between the slashes, decoded as often as anybody would."""
+    return _split(_readings(path)[-1])
+
+
+def _split(path: str) -> list[str]:
+    segments = re.split(r"[/\\]+", path)
+    return [segment.partition(";")[0].partition("\0")[0].strip().lower() for segment in segments]
+
+
+def _tidied(segments: list[str]) -> list[str]:
     parts: list[str] = []
-    for name in _segments(path):
+    for name in segments:
         if name == "..":
             if parts:
                 parts.pop()
         elif name not in ("", "."):
             parts.append(name)
-    return "/" + "/".join(parts)
+    return parts
 
 
-def _segments(path: str) -> list[str]:
-    """The names between the slashes, decoded as often as anybody would."""
-    for _ in range(_MAX_DECODE):
-        decoded = unquote_to_bytes(path).decode("latin-1")
-        if decoded == path:
-            break
-        path = decoded
-    segments = re.split(r"[/\\]+", path)
-    return [segment.partition(";")[0].partition("\0")[0].strip().lower() for segment in segments]
+def _could_begin(path: str) -> Iterator[list[str]]:
+    """What the names of a path could be to a server that decodes less or more, and tidies it up or not."""
+    for reading in _readings(path):
+        segments = _split(reading)
+        yield _tidied(segments)
+        yield [name for name in segments if name not in ("", ".")]
 
 
 @lru_cache(maxsize=512)
 def shows_prompts(target: str) -> bool:
     """llama-server's slots show what others asked."""
-    return canonical(target.partition("?")[0]).startswith("/slots")
+    return any(names[:1] and names[0].startswith("slots") for names in _could_begin(target.partition("?")[0]))
 
 
 @lru_cache(maxsize=512)
 def door_of(target: str) -> Door:
     path = target.partition("?")[0].partition("#")[0]
-    flat = canonical(path)
-    if flat != "/polykv" and not flat.startswith("/polykv/"):
+    readings = list(_could_begin(path))
+    if all(names[:1] != ["polykv"] for names in readings):
         return Door.ENGINE
-    if flat == "/polykv/engine" or flat.startswith("/polykv/engine/"):
+    if any(names[:2] == ["polykv", "engine"] for names in readings):
         return Door.SHUT
+    flat = canonical(path)
     if path.rstrip("/") == flat:
         return Door.OURS
     # Names of pools and sessions stand in the path: upper case and harmless escapes are theirs.
