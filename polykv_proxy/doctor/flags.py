@@ -89,7 +89,7 @@ def context_shift(facts: Facts) -> Finding | None:
         return None
     return Finding(
         "context_shift_not_for_pools",
-        "info",
+        "warning",
         "--context-shift is on",
         "shared cells cannot be moved: a pooled session ends at its context with finish_reason length instead",
         "nothing, or leave the flag out so that all sessions end alike",

@@ -27,7 +27,7 @@ def test_a_good_engine_is_one_line():
 
 
 def test_what_is_only_good_to_know_is_left_to_the_doctor():
-    flags = EngineFlagFacts(cache_ram_mib=4096, context_shift=True, n_lora=1)
+    flags = EngineFlagFacts(cache_ram_mib=4096, cache_reuse=256, n_lora=1)
     assert len(said(flags=flags, warm_off="the engine keeps no state in memory")) == 1
 
 
@@ -47,6 +47,12 @@ def test_a_split_cache_is_told_as_copies():
 def test_a_dangerous_flag_is_a_warning():
     lines = said(flags=EngineFlagFacts(cache_idle_slots=True, n_batch=2048))
     assert [level for level, _ in lines] == [logging.INFO, logging.WARNING, logging.WARNING]
+
+
+def test_a_shifting_context_beside_pools_is_a_warning():
+    lines = said(flags=EngineFlagFacts(context_shift=True))
+    assert [level for level, _ in lines] == [logging.INFO, logging.WARNING]
+    assert "a pooled session ends at its context" in lines[1][1]
 
 
 async def test_told_again_when_the_engine_comes_back_otherwise(caplog: pytest.LogCaptureFixture):

@@ -92,7 +92,7 @@ CASES = [
     ("cache_ram_unpooled_only", "info", {"flags": {"cache_ram_mib": 4096}}),
     ("cache_ram_unpooled_only", "info", {"flags": {"cache_ram_mib": -1}}),
     ("cache_ram_unpooled_only", "info", {"flags": {"cache_ram_mib": 8192, "cache_idle_slots": None}}),
-    ("context_shift_not_for_pools", "info", {"flags": {"context_shift": True}}),
+    ("context_shift_not_for_pools", "warning", {"flags": {"context_shift": True}}),
     ("cache_reuse_not_for_pools", "info", {"flags": {"cache_reuse": 256}}),
     ("adapters_bind_pools", "info", {"flags": {"n_lora": 2}}),
     ("media_unpooled", "info", {"flags": {"has_media": True}}),

@@ -58,7 +58,7 @@ def test_everything_that_costs(chat_model: Path, tmp_path: Path, noise: Noise) -
             "sleep_loses_pools": "warning",
             "engine_open": "warning",
             "cache_ram_unpooled_only": "info",
-            "context_shift_not_for_pools": "info",
+            "context_shift_not_for_pools": "warning",
             "cache_reuse_not_for_pools": "info",
         }
         assert "[batch_large]" in log_of(client), "the log has the warnings"
