@@ -10,7 +10,7 @@ PYTHON ?= $(firstword $(foreach p,python3 python3.13 python3.12 python3.11,$(she
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
-.PHONY: help install engine demo up test test-all lint format check-patches check-containers bench clean
+.PHONY: help install engine demo up test test-all conformance lint format check-patches check-containers bench clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -44,6 +44,9 @@ test: install .test-setup  ## every test except the slow ones (ARGS=… for pyte
 test-all: install .test-setup  ## every test (ARGS=… for pytest)
 	@$(BIN)/python -m pytest $(ARGS)
 
+conformance: install .test-setup  ## the official clients and llama.cpp's own tests through the proxy (ARGS=… for python -m conformance)
+	@$(BIN)/python -m conformance $(ARGS)
+
 # What the engine tests need, built here where it can show its progress.
 .PHONY: .test-setup
 .test-setup: install
@@ -70,7 +73,7 @@ bench: install .test-setup  ## the benchmarks, one after the other
 
 clean:  ## remove .venv and caches of the checkout (the per-user cache stays)
 	@rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
-	@find polykv_proxy tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+	@find polykv_proxy tests benchmarks conformance -name __pycache__ -type d -prune -exec rm -rf {} +
 
 check-containers: install  ## build and run compose.yaml for real (Docker, or podman as root; skipped where neither is)
 	@deploy/check-containers

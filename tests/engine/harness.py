@@ -55,7 +55,7 @@ class EngineServer:
 
     def start(self) -> None:
         with self.log_path.open("wb") as log:
-            command = _bound_to_this_process() + self.command
+            command = bound_to_this_process() + self.command
             self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         deadline = time.monotonic() + START_TIMEOUT_S
         while True:
@@ -117,7 +117,7 @@ def free_port() -> int:
         return port
 
 
-def _bound_to_this_process() -> list[str]:
+def bound_to_this_process() -> list[str]:
     """A prefix that ends the server when the test process is killed without a tear-down (util-linux has it)."""
     setpriv = shutil.which("setpriv")
     return [setpriv, "--pdeathsig", "TERM"] if setpriv else []

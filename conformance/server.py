@@ -1,9 +1,10 @@
-"""Stands in for llama-server in ``benchmarks.upstream_tests``: takes its arguments, starts the server of one arm.
+"""Stands in for llama-server: takes its arguments, starts the server of one arm.
 
     stock        the binary it is given, with the arguments as they came
     patched-off  the same for the patched binary, which is told to have no pools
     patched      the patched binary with pools
     proxy        that on a port of its own, and the proxy on the addresses and the port that were asked for
+    proxy-stock  the same with a stock binary
 
 Cache and context are those that the test asks for: a unified cache only where it says so, and on a split one, of which
 every sequence gets an equal share, as much for each slot as without pools.
@@ -19,11 +20,17 @@ import urllib.request
 from collections.abc import Sequence
 from types import FrameType
 
-from tests.engine.harness import free_port
+from tests.engine.harness import bound_to_this_process, free_port
+
+ARMS = {"stock": "stock", "patched-off": "patched", "patched": "patched", "proxy": "patched", "proxy-stock": "stock"}
+"""Which build each arm runs."""
 
 N_POOLS = 4
 _N_EXTRA_SEQ = 2
 """Sequences that the engine adds to slots and pools: the service slot's and a spare one."""
+
+BOUND = bound_to_this_process()
+"""Should we be killed, our children end."""
 
 _STOP_WITHIN_S = 3.0
 """Less than the five seconds after which the tests kill us, and could not reach our children."""
@@ -64,7 +71,7 @@ def with_pools(arguments: Sequence[str]) -> list[str]:
     return [*without(arguments, "--ctx-size"), "--ctx-size", str(n_ctx_all), *pools]
 
 
-def run_behind_proxy(binary: str, arguments: Sequence[str]) -> int:
+def run_behind_proxy(binary: str, arguments: Sequence[str], *, pools: bool) -> int:
     port, key = value_of(arguments, "--port"), value_of(arguments, "--api-key")
     host = value_of(arguments, "--host") or "127.0.0.1"
     engine_port = another_port(port)
@@ -73,7 +80,10 @@ def run_behind_proxy(binary: str, arguments: Sequence[str]) -> int:
     keys = {"POLYKV_UPSTREAM_API_KEY": key, "POLYKV_API_KEY": key} if key else {}
     serve = [sys.executable, "-m", "polykv_proxy.cli", "serve", "--upstream", upstream, "--port", str(port)]
     serve += ["--host", host, "--state", ":memory:"]
-    children = [subprocess.Popen([binary, *with_pools(inner)])]
+    engine = [binary, *(with_pools(inner) if pools else inner)]
+    # The port of llama-server on a prediction platform, which goes before its flag.
+    own_port = {"AIP_HTTP_PORT": str(engine_port)} if "AIP_HTTP_PORT" in os.environ else {}
+    children = [subprocess.Popen([*BOUND, *engine], env=os.environ | own_port)]
 
     def stop(_signal: int, _frame: FrameType | None) -> None:
         for child in children:
@@ -83,7 +93,7 @@ def run_behind_proxy(binary: str, arguments: Sequence[str]) -> int:
     while children[0].poll() is None and not is_healthy(upstream):
         time.sleep(0.05)
     if children[0].poll() is None:
-        children.append(subprocess.Popen(serve, env=os.environ | keys))
+        children.append(subprocess.Popen([*BOUND, *serve], env=os.environ | keys))
     while all(child.poll() is None for child in children):
         time.sleep(0.05)
     stop(signal.SIGTERM, None)
@@ -114,11 +124,12 @@ def is_healthy(url: str) -> bool:
 def main() -> int:
     """Become the server that ``ARM ARGUMENTS...`` asks for."""
     arm, *arguments = sys.argv[1:]
-    binary = os.environ["UPSTREAM_TESTS_BINARY"]
+    binary = os.environ["CONFORMANCE_BINARY"]
     if arm == "patched":
         arguments = with_pools(arguments)
     elif arm == "patched-off":
         arguments += ["--polykv-max-pools", "0"]
-    if arm != "proxy":
-        os.execv(binary, [binary, *arguments])
-    return run_behind_proxy(binary, arguments)
+    if not arm.startswith("proxy"):
+        command = [*BOUND, binary, *arguments]
+        os.execvp(command[0], command)
+    return run_behind_proxy(binary, arguments, pools=arm == "proxy")

@@ -1,0 +1,160 @@
+"""What both clients make of our own refusals: which they repeat, how often, and after how long.
+
+Only in front of pools: a llama-server refuses nobody. The pool's floor is a rate that nothing decodes at, so whoever
+comes beside the one session that it guarantees is one too many.
+"""
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import httpx
+import openai
+import pytest
+
+from conformance.scenarios.conftest import POOLED, SYSTEM, URL, chat
+
+pytestmark = pytest.mark.skipif(not POOLED, reason="only the proxy with pools refuses anybody")
+
+FLOOR_TPS = 1e6
+
+
+class Tries:
+    """When each try of a client was sent, with its headers and those of its answer; for the clients' event hooks."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[float, dict[str, str]]] = []
+        self.answered: list[tuple[int, dict[str, str]]] = []
+
+    def hooks(self) -> dict[str, list[Any]]:
+        return {
+            "request": [lambda request: self.sent.append((time.monotonic(), dict(request.headers)))],
+            "response": [lambda answer: self.answered.append((answer.status_code, dict(answer.headers)))],
+        }
+
+    def assert_waited(self) -> None:
+        """As long as each refusal asked."""
+        for n, (_, headers) in enumerate(self.answered[: len(self.sent) - 1]):
+            waited_s = self.sent[n + 1][0] - self.sent[n][0]
+            assert waited_s >= int(headers["retry-after-ms"]) / 1000
+            assert 1 <= int(headers["retry-after"]) <= 60
+
+
+@pytest.fixture
+def busy(http: httpx.Client) -> Iterator[threading.Event]:
+    """The pool has a floor and a session that decodes; set the event and it ends."""
+    policy = {"target_tps_per_session": FLOOR_TPS, "mode": "enforced", "settle_max_ms": 0}
+    assert http.post("/polykv/pools/house/admission", json=policy).status_code == 200
+    leave, begun = threading.Event(), threading.Event()
+
+    def decode() -> None:
+        asked = {"messages": chat("Tell me everything."), "max_tokens": 4000, "stream": True, "ignore_eos": True}
+        with (
+            httpx.Client(base_url=URL, timeout=300, trust_env=False) as own,
+            own.stream("POST", "/v1/chat/completions", json=asked | {"session_id": "busy"}) as answer,
+        ):
+            for n, _ in enumerate(answer.iter_lines()):
+                if n > 20:
+                    begun.set()
+                if leave.is_set():
+                    return
+
+    thread = threading.Thread(target=decode)
+    thread.start()
+    assert begun.wait(60)
+    yield leave
+    leave.set()
+    thread.join(60)
+    assert http.delete("/polykv/pools/house/admission").status_code == 200
+
+
+def ask(client: openai.OpenAI) -> Any:
+    return client.chat.completions.create(
+        model="smol", messages=chat(), max_tokens=2, extra_body={"session_id": "one-too-many"}
+    )
+
+
+def test_openai_tries_three_times_and_waits_as_asked(busy: threading.Event) -> None:
+    tries = Tries()
+    with (
+        openai.OpenAI(
+            base_url=f"{URL}/v1", api_key="sk-none", http_client=openai.DefaultHttpxClient(event_hooks=tries.hooks())
+        ) as client,
+        pytest.raises(openai.RateLimitError) as caught,
+    ):
+        ask(client)
+    assert [status for status, _ in tries.answered] == [429] * 3
+    assert [headers["x-stainless-retry-count"] for _, headers in tries.sent] == ["0", "1", "2"]
+    tries.assert_waited()
+    assert (caught.value.code, caught.value.type) == ("pool_saturated", "rate_limit_error")
+    assert caught.value.request_id == tries.answered[-1][1]["x-request-id"]
+
+
+def test_openai_is_served_when_there_is_room(busy: threading.Event) -> None:
+    tries = Tries()
+
+    def make_room(answer: Any) -> None:
+        busy.set()
+
+    hooks = tries.hooks()
+    hooks["response"].append(make_room)
+    with openai.OpenAI(
+        base_url=f"{URL}/v1", api_key="sk-none", http_client=openai.DefaultHttpxClient(event_hooks=hooks)
+    ) as client:
+        reply = ask(client)
+    assert reply.choices[0].message.content
+    assert [status for status, _ in tries.answered] in ([429, 200], [429, 429, 200])
+    tries.assert_waited()
+
+
+def test_openai_without_retries_fails_at_once(busy: threading.Event) -> None:
+    tries = Tries()
+    with (
+        openai.OpenAI(
+            base_url=f"{URL}/v1",
+            api_key="sk-none",
+            max_retries=0,
+            http_client=openai.DefaultHttpxClient(event_hooks=tries.hooks()),
+        ) as client,
+        pytest.raises(openai.RateLimitError),
+    ):
+        ask(client)
+    assert len(tries.sent) == 1
+
+
+def test_anthropic_tries_three_times_and_waits_as_asked(busy: threading.Event) -> None:
+    tries = Tries()
+    with (
+        anthropic.Anthropic(
+            base_url=URL, api_key="sk-none", http_client=anthropic.DefaultHttpxClient(event_hooks=tries.hooks())
+        ) as client,
+        pytest.raises(anthropic.RateLimitError) as caught,
+    ):
+        client.messages.create(
+            model="smol",
+            system=SYSTEM,
+            messages=[{"role": "user", "content": "Hello."}],
+            max_tokens=2,
+            extra_body={"session_id": "one-too-many"},
+        )
+    assert [status for status, _ in tries.answered] == [429] * 3
+    tries.assert_waited()
+    body: Any = caught.value.body
+    assert body["type"] == "error"
+    assert (body["error"]["type"], body["error"]["code"]) == ("rate_limit_error", "pool_saturated")
+
+
+def test_a_conflict_on_the_control_plane_is_not_repeated() -> None:
+    """409 is among what the client repeats unless it is told not to."""
+    tries = Tries()
+    with (
+        openai.OpenAI(
+            base_url=URL, api_key="sk-none", http_client=openai.DefaultHttpxClient(event_hooks=tries.hooks())
+        ) as client,
+        pytest.raises(openai.ConflictError),
+    ):
+        client.post("/polykv/pools", cast_to=object, body={"messages": chat()[:1], "name": "tools"})
+    assert len(tries.sent) == 1
+    assert tries.answered[0][1]["x-should-retry"] == "false"
