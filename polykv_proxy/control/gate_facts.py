@@ -94,6 +94,7 @@ class GateFacts:
             ctx_total=stats.n_ctx_slot,
             streams=self._streams(stats),
             epoch=stats.epoch,
+            still_s=watch.progress.late_s(watch.asked_s),
         )
 
     def pool(self, pool_id: PoolId) -> Pool:

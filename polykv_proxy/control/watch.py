@@ -12,6 +12,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Literal
 
+from polykv_proxy.control.progress import HUNG_AFTER_S, Progress
 from polykv_proxy.errors import (
     EngineUnpatched,
     PolyKVError,
@@ -64,6 +65,8 @@ class EngineWatch:
         self.asked_s = float("-inf")
         """When the question went out that ``stats`` answer: what happened later they need not show."""
         self.failure: PolyKVError | None = None
+        self.progress = Progress()
+        self._hung = False
         self._on_restart, self._on_lost, self._on_plain, self._beat = on_restart, on_lost, on_plain, beat
         self._report = report
         self._taken_in: str | None = None
@@ -75,6 +78,11 @@ class EngineWatch:
         self._heartbeat_s = heartbeat_s
         self._asking: asyncio.Task[Stats | None] | None = None
         self._task: asyncio.Task[None] | None = None
+
+    @property
+    def hangs(self) -> bool:
+        """It answers, and gets nowhere with what it has to do."""
+        return self.state == "ready" and not self.sleeping and self.progress.hangs(time.monotonic())
 
     async def start(self) -> None:
         """Ask once and go on asking. An engine that is not there yet is no reason not to start."""
@@ -170,6 +178,8 @@ class EngineWatch:
                 self._take_in(ASLEEP, self._on_lost)
             return stats
         self.stats, self.asked_s = stats, asked_s
+        self.progress.note(stats, asked_s)
+        self._say_if_hung()
         self.engine.n_ctx = stats.n_ctx_slot
         if stats.epoch != self._taken_in:
             if self.epoch is not None:
@@ -177,6 +187,18 @@ class EngineWatch:
             self.epoch, self.woke_up = stats.epoch, self._taken_in == ASLEEP
             self._take_in(stats.epoch, lambda: self._on_restart(stats))
         return stats
+
+    def _say_if_hung(self) -> None:
+        hangs, before = self.hangs, self._hung
+        self._hung = hangs
+        if hangs and not before:
+            log.warning(
+                "the engine answers, and has done nothing for %.0f s though requests run: see its log, and restart it "
+                "if it does not go on",
+                HUNG_AFTER_S,
+            )
+        elif before and not hangs:
+            log.warning("the engine goes on")
 
     async def _ask_plain(self) -> None:
         """A llama-server without hooks. Another start of it shows by what it makes up then, or by its absence."""

@@ -54,7 +54,8 @@ class EngineFacts:
     """One reading. ``n_prefilled``: prompt tokens processed since the engine's start, those of pools as well.
 
     ``cells_free``: what a new session could have, with what would be evicted for it. ``ctx_total``: the context that
-    one session may fill. ``epoch``: counters of different epochs are not compared.
+    one session may fill. ``epoch``: counters of different epochs are not compared. ``still_s``: for so long nothing had
+    moved though there was something to do: what it says of rates is that much older.
     """
 
     measured_s: float
@@ -66,6 +67,7 @@ class EngineFacts:
     ctx_total: int | None = None
     streams: Streams | None = None
     epoch: str = ""
+    still_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

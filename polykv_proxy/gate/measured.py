@@ -36,7 +36,8 @@ class Measured:
         return next((s for s in self.sessions if s.session_id == session_id), None)
 
     def is_fresh(self, now_s: float) -> bool:
-        return self.facts is not None and now_s - self.facts.measured_s <= STALE_AFTER_S
+        facts = self.facts
+        return facts is not None and now_s - facts.measured_s + facts.still_s <= STALE_AFTER_S
 
     def observe(self, facts: EngineFacts) -> None:
         self.rates_book.update(facts)

@@ -503,7 +503,7 @@ class JournalHealth(Shape):
 class Health(Shape):
     """Whether new work is served, and what stands in the way."""
 
-    status: Literal["ok", "loading", "upstream_unavailable", "not_owner", "draining"]
+    status: Literal["ok", "loading", "upstream_unavailable", "hung", "not_owner", "draining"]
     engine: EngineHealth
     journal: JournalHealth
     pools: Count
