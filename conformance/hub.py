@@ -5,6 +5,7 @@ The tests' chat model stands for those that write English; the others are tiny m
 of a stock server, too, and says nothing.
 """
 
+import base64
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import gguf
 
 from tests.engine.binaries import chat_model_path
+from tests.engine.pictures import picture
 from tests.engine.tiny_models import (
     TINY_MODELS,
     Draw,
@@ -65,7 +67,13 @@ INFILL = TinyModel("infill", "llama", DENSE.n_layer, _describe_infill, DENSE.lay
 RERANKER = TinyModel("reranker", "qwen3", 4, _describe_reranker, _reranker_layer, DENSE.final_norm)
 
 CHAT = "the tests' chat model (SmolLM2-135M-Instruct)"
-REPOSITORIES: dict[str, dict[str, str | TinyModel | Callable[[Path], None]]] = {
+PRESET = """[tinygemma3-preset]
+hf-repo = ggml-org/tinygemma3-GGUF
+
+[stories260K-test]
+hf-repo = ggml-org/test-model-stories260K
+"""
+REPOSITORIES: dict[str, dict[str, str | TinyModel | Callable[[Path], object]]] = {
     "ggml-org/test-model-stories260K": {"stories260K-f32.gguf": DENSE},
     "ggml-org/test-model-stories260K-infill": {"stories260K-infill-f32.gguf": INFILL},
     "ggml-org/models": {
@@ -74,15 +82,22 @@ REPOSITORIES: dict[str, dict[str, str | TinyModel | Callable[[Path], None]]] = {
     },
     "ggml-org/stories15M_MOE": {"stories15M_MOE-F16.gguf": DENSE},
     "ggml-org/tinygemma3-GGUF": {"tinygemma3-Q8_0.gguf": DENSE, "mmproj-tinygemma3-Q8_0.gguf": write_tiny_projector},
+    "ggml-org/test-preset-ci": {"preset.ini": lambda path: path.write_text(PRESET)},
 }
 ENGLISH = {"ggml-org/test-model-stories260K": {"stories260K-f32.gguf": CHAT}}
 """What is another model in the hub of the tests that want English, or an answer that ends by itself."""
 
 # What the tests download by address, by the last part of it.
-DOWNLOADS: dict[str, TinyModel | Callable[[Path], None]] = {
+DOWNLOADS: dict[str, TinyModel | Callable[[Path], object]] = {
     "moe_shakespeare15M.gguf": write_tiny_lora,
     "stories15M-q4_0.gguf": DENSE,
+    "11_truck.png": lambda path: write_picture(path, 11),
+    "91_cat.png": lambda path: write_picture(path, 91),
 }
+
+
+def write_picture(path: Path, seed: int) -> None:
+    path.write_bytes(base64.b64decode(picture(seed).partition(",")[2]))
 
 
 def write_hub(folder: Path) -> None:
@@ -91,13 +106,13 @@ def write_hub(folder: Path) -> None:
     numbers = itertools.count()
     written: dict[int, Path] = {}
 
-    def put(what: str | TinyModel | Callable[[Path], None], target: Path) -> None:
+    def put(what: str | TinyModel | Callable[[Path], object], target: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         if isinstance(what, str):
             target.symlink_to(chat_model)
             return
         if id(what) not in written:
-            written[id(what)] = folder / f"{next(numbers)}.gguf"
+            written[id(what)] = folder / str(next(numbers))
             if isinstance(what, TinyModel):
                 write_tiny_model(what, chat_model, written[id(what)])
             else:

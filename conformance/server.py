@@ -32,8 +32,8 @@ _N_EXTRA_SEQ = 2
 BOUND = bound_to_this_process()
 """Should we be killed, our children end."""
 
-_STOP_WITHIN_S = 3.0
-"""Less than the five seconds after which the tests kill us, and could not reach our children."""
+_STOP_WITHIN_S = 2.5
+"""Less than the three seconds that the tests find long, and than the five after which they kill us."""
 
 
 def value_of(arguments: Sequence[str], flag: str) -> str | None:
