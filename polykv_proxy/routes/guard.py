@@ -98,13 +98,12 @@ def is_loopback_peer(request: web.Request) -> bool:
 
 
 def _shown_keys(request: web.Request) -> list[str]:
-    """Keys as clients show them: Bearer, or Anthropic's header."""
+    """Keys as clients show them: Bearer, the bare key (llama-server takes it, too), or Anthropic's header."""
     shown = [value.strip() for value in request.headers.getall("X-Api-Key", [])]
     for value in request.headers.getall("Authorization", []):
         scheme, _, key = value.strip().partition(" ")
-        if scheme.lower() == "bearer" and key:
-            shown.append(key.strip())
-    return shown[:4]
+        shown.append(key.strip() if scheme.lower() == "bearer" else value.strip())
+    return [key for key in shown if key][:4]
 
 
 def _digest(key: str) -> bytes:

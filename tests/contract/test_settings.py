@@ -81,17 +81,17 @@ async def test_a_clients_key_is_replaced_by_the_upstream_key(make_proxy: ProxyMa
             assert not any(b"data-key" in value for _, value in received.raw_headers)
 
 
-@pytest.mark.parametrize("header", ["Authorization", "X-Api-Key"])
-async def test_keys_of_both_planes(engine: FakeEngine, make_proxy: ProxyMaker, header: str) -> None:
+@pytest.mark.parametrize(("header", "scheme"), [("Authorization", "Bearer "), ("Authorization", ""), ("X-Api-Key", "")])
+async def test_keys_of_both_planes(engine: FakeEngine, make_proxy: ProxyMaker, header: str, scheme: str) -> None:
     async with make_proxy(engine.url, api_key="one,two", admin_key="boss") as proxy:
 
         async def status(path: str, key: str) -> int:
-            shown = f"Bearer {key}" if header == "Authorization" else key
-            return (await proxy.client.get(path, headers={header: shown})).status_code
+            return (await proxy.client.get(path, headers={header: scheme + key})).status_code
 
         for key in ("one", "two", "boss"):
             assert await status("/v1/models", key) == 200
-        assert await status("/v1/models", "three") == 401
+        for key in ("three", "Basic one"):
+            assert await status("/v1/models", key) == 401
         for path in ("/polykv/pools", "/polykv/sessions", "/slots"):
             assert await status(path, "boss") == 200
             assert await status(path, "one") == 403
