@@ -10,7 +10,8 @@
 How it is mounted: the application makes one ``Guard(settings)`` and calls ``guard.check(request, control=...)`` before
 anything else is done with a request; it raises ``KeyWrong`` (401) or ``Forbidden`` (403). ``control`` is True for
 ``/polykv/*`` and for ``/slots`` (which shows prompts), False for what is relayed. Public on the data plane, as in
-llama-server: ``GET /health``, ``GET /v1/health`` and ``OPTIONS``, a browser's preflight. The control plane has no CORS.
+llama-server: ``GET /health``, ``GET /v1/health``, the files of its web page (which asks for the key itself) and
+``OPTIONS``, a browser's preflight. The control plane has no CORS.
 """
 
 import hashlib
@@ -25,6 +26,11 @@ from polykv_proxy.config import Settings
 from polykv_proxy.errors import Forbidden, KeyWrong
 
 PUBLIC = frozenset({"/health", "/v1/health"})
+_PAGE = re.compile(
+    r"/(index\.html|sw\.js|workbox-[\w-]+\.js|manifest\.webmanifest|build\.json|_app/[\w./-]+"
+    r"|(favicon|apple-touch-icon|apple-splash|pwa|maskable-icon)[\w-]*\.(ico|svg|png))?",
+    re.ASCII,
+)
 _FORWARDED = ("Forwarded", "X-Forwarded-For", "X-Forwarded-Host", "X-Real-IP", "Via")
 
 
@@ -47,7 +53,7 @@ class Guard:
         Raises:  KeyWrong (401), Forbidden (403)
         """
         if not control:
-            public = request.method == "OPTIONS" or (request.method in ("GET", "HEAD") and request.path in PUBLIC)
+            public = request.method == "OPTIONS" or (request.method in ("GET", "HEAD") and _is_public(request.path))
             if self._data and not public and not self._holds(request, self._data + self._admin):
                 raise KeyWrong("a valid API key is needed: Authorization: Bearer KEY")
             return
@@ -87,6 +93,10 @@ class Guard:
             raise Forbidden("foreign Origin")
         if request.headers.get("Sec-Fetch-Site", "none").lower() not in ("none", "same-origin", "same-site"):
             raise Forbidden("a request of a foreign page")
+
+
+def _is_public(path: str) -> bool:
+    return path in PUBLIC or (_PAGE.fullmatch(path) is not None and ".." not in path)
 
 
 def is_loopback_peer(request: web.Request) -> bool:

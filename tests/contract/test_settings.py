@@ -5,7 +5,7 @@ from pydantic import SecretStr
 
 from polykv_proxy.config import Settings, load_settings
 from tests.contract.conftest import ask, made, refused
-from tests.fake_engine import FakeEngine
+from tests.fake_engine import FakeEngine, reply
 from tests.relay.conftest import Proxy, ProxyMaker
 
 TABLE = {
@@ -97,6 +97,30 @@ async def test_keys_of_both_planes(engine: FakeEngine, make_proxy: ProxyMaker, h
             assert await status(path, "one") == 403
             assert await status(path, "three") == 401
         assert await refused(proxy, "POST", "/polykv/pools", {"prompt": "x"}) == (401, "invalid_api_key")
+
+
+PAGE = ("/", "/index.html", "/sw.js", "/manifest.webmanifest", "/favicon-dark.svg", "/_app/immutable/chunks/a-1.b_2.js")
+NOT_PAGE = (
+    *("/v1/models", "/props", "/_app", "/_app/", "/_app/..%2fprops", "/_app/%2e%2e/props", "/favicon/x.svg", "/x.js"),
+    *("/index.html/x", "/sw.js%0a", "/_app/%C3%A9.js"),
+)
+
+
+async def test_the_web_page_comes_without_a_key(make_proxy: ProxyMaker) -> None:
+    """As at llama-server: it is the page that asks for the key. Nothing else is fetched by its names."""
+    async with (
+        FakeEngine(api_key="engine-key") as engine,
+        make_proxy(engine.url, upstream_api_key="engine-key", api_key="data-key") as proxy,
+    ):
+        for path in PAGE:
+            engine.on(path, "request", reply(200, b"page"))
+            answer = await proxy.client.get(path)
+            assert (answer.status_code, answer.content) == (200, b"page"), path
+            assert (await proxy.client.post(path)).status_code == 401, path
+        n_before = len(engine.received)
+        for path in NOT_PAGE:
+            assert (await proxy.client.get(path)).status_code == 401, path
+        assert [received.path for received in engine.received[n_before:] if "polykv" not in received.path] == []
 
 
 async def test_too_large_a_body_is_a_413_on_both_planes(engine: FakeEngine, make_proxy: ProxyMaker) -> None:
