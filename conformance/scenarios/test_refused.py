@@ -43,17 +43,18 @@ class Tries:
 
 
 @pytest.fixture
-def busy(http: httpx.Client) -> Iterator[threading.Event]:
-    """The pool has a floor and a session that decodes; set the event and it ends."""
+def busy(http: httpx.Client) -> Iterator[None]:
+    """The pool has a floor and a session that decodes."""
     policy = {"target_tps_per_session": FLOOR_TPS, "mode": "enforced", "settle_max_ms": 0}
     assert http.post("/polykv/pools/house/admission", json=policy).status_code == 200
     leave, begun = threading.Event(), threading.Event()
 
     def decode() -> None:
         asked = {"messages": chat("Tell me everything."), "max_tokens": 4000, "stream": True, "ignore_eos": True}
+        own_fields = {"session_id": "busy", "overcommit": True}  # it comes in whoever was here before
         with (
             httpx.Client(base_url=URL, timeout=300, trust_env=False) as own,
-            own.stream("POST", "/v1/chat/completions", json=asked | {"session_id": "busy"}) as answer,
+            own.stream("POST", "/v1/chat/completions", json=asked | own_fields) as answer,
         ):
             for n, _ in enumerate(answer.iter_lines()):
                 if n > 20:
@@ -64,10 +65,10 @@ def busy(http: httpx.Client) -> Iterator[threading.Event]:
     thread = threading.Thread(target=decode)
     thread.start()
     assert begun.wait(60)
-    yield leave
+    yield
     leave.set()
     thread.join(60)
-    assert http.delete("/polykv/pools/house/admission").status_code == 200
+    assert http.delete("/polykv/pools/house/admission").status_code in (200, 404)
 
 
 def ask(client: openai.OpenAI) -> Any:
@@ -76,7 +77,7 @@ def ask(client: openai.OpenAI) -> Any:
     )
 
 
-def test_openai_tries_three_times_and_waits_as_asked(busy: threading.Event) -> None:
+def test_openai_tries_three_times_and_waits_as_asked(busy: None) -> None:
     tries = Tries()
     with (
         openai.OpenAI(
@@ -92,11 +93,12 @@ def test_openai_tries_three_times_and_waits_as_asked(busy: threading.Event) -> N
     assert caught.value.request_id == tries.answered[-1][1]["x-request-id"]
 
 
-def test_openai_is_served_when_there_is_room(busy: threading.Event) -> None:
+def test_openai_is_served_when_there_is_room(busy: None, http: httpx.Client) -> None:
+    """Here: when the floor is lifted."""
     tries = Tries()
 
     def make_room(answer: Any) -> None:
-        busy.set()
+        http.delete("/polykv/pools/house/admission")
 
     hooks = tries.hooks()
     hooks["response"].append(make_room)
@@ -105,11 +107,11 @@ def test_openai_is_served_when_there_is_room(busy: threading.Event) -> None:
     ) as client:
         reply = ask(client)
     assert reply.choices[0].message.content
-    assert [status for status, _ in tries.answered] in ([429, 200], [429, 429, 200])
+    assert [status for status, _ in tries.answered] == [429, 200]
     tries.assert_waited()
 
 
-def test_openai_without_retries_fails_at_once(busy: threading.Event) -> None:
+def test_openai_without_retries_fails_at_once(busy: None) -> None:
     tries = Tries()
     with (
         openai.OpenAI(
@@ -124,7 +126,7 @@ def test_openai_without_retries_fails_at_once(busy: threading.Event) -> None:
     assert len(tries.sent) == 1
 
 
-def test_anthropic_tries_three_times_and_waits_as_asked(busy: threading.Event) -> None:
+def test_anthropic_tries_three_times_and_waits_as_asked(busy: None) -> None:
     tries = Tries()
     with (
         anthropic.Anthropic(
