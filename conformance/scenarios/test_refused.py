@@ -71,13 +71,17 @@ def busy(http: httpx.Client) -> Iterator[None]:
     assert http.delete("/polykv/pools/house/admission").status_code in (200, 404)
 
 
-def ask(client: openai.OpenAI) -> Any:
-    return client.chat.completions.create(
-        model="smol", messages=chat(), max_tokens=2, extra_body={"session_id": "one-too-many"}
-    )
+@pytest.fixture
+def new(request: pytest.FixtureRequest) -> dict[str, str]:
+    """A session that nobody knows: a known one is never refused."""
+    return {"session_id": request.node.name}
 
 
-def test_openai_tries_three_times_and_waits_as_asked(busy: None) -> None:
+def ask(client: openai.OpenAI, new: dict[str, str]) -> Any:
+    return client.chat.completions.create(model="smol", messages=chat(), max_tokens=2, extra_body=new)
+
+
+def test_openai_tries_three_times_and_waits_as_asked(busy: None, new: dict[str, str]) -> None:
     tries = Tries()
     with (
         openai.OpenAI(
@@ -85,7 +89,7 @@ def test_openai_tries_three_times_and_waits_as_asked(busy: None) -> None:
         ) as client,
         pytest.raises(openai.RateLimitError) as caught,
     ):
-        ask(client)
+        ask(client, new)
     assert [status for status, _ in tries.answered] == [429] * 3
     assert [headers["x-stainless-retry-count"] for _, headers in tries.sent] == ["0", "1", "2"]
     tries.assert_waited()
@@ -93,7 +97,7 @@ def test_openai_tries_three_times_and_waits_as_asked(busy: None) -> None:
     assert caught.value.request_id == tries.answered[-1][1]["x-request-id"]
 
 
-def test_openai_is_served_when_there_is_room(busy: None, http: httpx.Client) -> None:
+def test_openai_is_served_when_there_is_room(busy: None, new: dict[str, str], http: httpx.Client) -> None:
     """Here: when the floor is lifted."""
     tries = Tries()
 
@@ -105,13 +109,13 @@ def test_openai_is_served_when_there_is_room(busy: None, http: httpx.Client) -> 
     with openai.OpenAI(
         base_url=f"{URL}/v1", api_key="sk-none", http_client=openai.DefaultHttpxClient(event_hooks=hooks)
     ) as client:
-        reply = ask(client)
+        reply = ask(client, new)
     assert reply.choices[0].message.content
     assert [status for status, _ in tries.answered] == [429, 200]
     tries.assert_waited()
 
 
-def test_openai_without_retries_fails_at_once(busy: None) -> None:
+def test_openai_without_retries_fails_at_once(busy: None, new: dict[str, str]) -> None:
     tries = Tries()
     with (
         openai.OpenAI(
@@ -122,11 +126,11 @@ def test_openai_without_retries_fails_at_once(busy: None) -> None:
         ) as client,
         pytest.raises(openai.RateLimitError),
     ):
-        ask(client)
+        ask(client, new)
     assert len(tries.sent) == 1
 
 
-def test_anthropic_tries_three_times_and_waits_as_asked(busy: None) -> None:
+def test_anthropic_tries_three_times_and_waits_as_asked(busy: None, new: dict[str, str]) -> None:
     tries = Tries()
     with (
         anthropic.Anthropic(
@@ -139,7 +143,7 @@ def test_anthropic_tries_three_times_and_waits_as_asked(busy: None) -> None:
             system=SYSTEM,
             messages=[{"role": "user", "content": "Hello."}],
             max_tokens=2,
-            extra_body={"session_id": "one-too-many"},
+            extra_body=new,
         )
     assert [status for status, _ in tries.answered] == [429] * 3
     tries.assert_waited()
