@@ -405,7 +405,8 @@ def _shown(props: dict[str, Any]) -> dict[str, Any]:
     if os.path.isabs(name):  # without an alias llama-server shows the path as one
         name = os.path.basename(name)
     seen = props.get("modalities") or {}
-    profile: ModelProfile = {"tool_calling": True, "structured_output": False}
+    caps = props.get("chat_template_caps") or {}
+    profile: ModelProfile = {"tool_calling": bool(caps.get("supports_tool_calls", True)), "structured_output": False}
     if isinstance(n_ctx, int):
         profile["max_input_tokens"] = n_ctx
     if "vision" in seen:

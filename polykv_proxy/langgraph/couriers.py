@@ -6,7 +6,16 @@ from typing import Any
 
 from langchain_core.runnables import Runnable, RunnableConfig
 
-from polykv_proxy.client import AsyncPolyKVClient, Courier, Delivery, Job, PaceEvent, PolyKVClient
+from polykv_proxy.client import (
+    AdmissionPacer,
+    AsyncAdmissionPacer,
+    AsyncPolyKVClient,
+    Courier,
+    Delivery,
+    Job,
+    PaceEvent,
+    PolyKVClient,
+)
 from polykv_proxy.langgraph.state import pool_of, running_context
 
 Worker = Runnable[Any, Any] | Callable[[Job[Any]], Any] | Callable[[Job[Any]], Awaitable[Any]]
@@ -22,7 +31,8 @@ class CourierNode(Runnable[Any, dict[str, Any]]):
     {pool_id, session_id}, in an item that is a dictionary, else as {item, polykv}. Its requests carry both.
     ``session_key(item, index)``: names the session of an item within its thread; it should be the same when a graph is
     resumed, which then goes on with the same sessions.
-    ``on_event``: is told of every start and hold. ``max_workers``, ``max_attempts``: as in the SDK.
+    ``on_event``: is told of every start and hold. ``poll_interval``: seconds between looks while there is no room.
+    ``max_workers``, ``max_attempts``: as in the SDK.
     """
 
     def __init__(
@@ -35,13 +45,14 @@ class CourierNode(Runnable[Any, dict[str, Any]]):
         session_key: Callable[[Any, int], str] | None = None,
         max_workers: int | None = None,
         max_attempts: int = 100,
+        poll_interval: float = 1.0,
         on_event: Callable[[PaceEvent], Any] | None = None,
         client: PolyKVClient | None = None,
         async_client: AsyncPolyKVClient | None = None,
     ):
         self._worker, self._items, self._results, self._pool_id = worker, items, results, pool_id
         self._session_key = session_key or (lambda item, index: str(index))
-        self._on_event = on_event
+        self._poll_interval, self._on_event = poll_interval, on_event
         self._max_workers, self._max_attempts = max_workers, max_attempts
         self._client, self._async_client = client, async_client
 
@@ -67,11 +78,17 @@ class CourierNode(Runnable[Any, dict[str, Any]]):
         pool_id = self._pool_id if self._pool_id is not None else pool_of(state)
         if pool_id is None:
             raise ValueError('CourierNode knows no pool: pass pool_id, or put {"polykv": {"pool_id": …}} in the state')
+        pacer = (
+            AdmissionPacer(sdk, pool_id, poll_interval=self._poll_interval)
+            if isinstance(sdk, PolyKVClient)
+            else AsyncAdmissionPacer(sdk, pool_id, poll_interval=self._poll_interval)
+        )
         thread = (config or {}).get("configurable", {}).get("thread_id") or secrets.token_hex(4)
         return Courier(
             sdk,
             pool_id,
             worker,
+            pacer=pacer,
             session_key=lambda item, index: f"{thread}:{self._session_key(item, index)}",
             max_workers=self._max_workers,
             max_attempts=self._max_attempts,

@@ -207,6 +207,14 @@ async def test_the_profile_is_what_the_server_shows(toy: ToyServer) -> None:
     assert ChatPolyKV.from_server(**fields, model="mine").model_name == "mine"
 
 
+def test_a_template_that_shows_no_tools_is_told(toy: ToyServer) -> None:
+    for caps, calls in (({"supports_tool_calls": False}, False), ({"supports_tool_calls": True}, True), ({}, True)):
+        toy.answer = lambda request, caps=caps: httpx.Response(200, json={"chat_template_caps": caps})  # type: ignore[misc]
+        profile = ChatPolyKV.from_server(base_url="http://toy", sdk=toy.model().sdk).profile
+        assert profile is not None
+        assert profile["tool_calling"] is calls
+
+
 def test_who_it_is(toy: ToyServer) -> None:
     model = toy.model(model="toy", pool_id=3)
     assert OpencotiChatModel is ChatPolyKV

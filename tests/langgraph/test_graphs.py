@@ -13,7 +13,7 @@ from langgraph.graph import END, START, StateGraph
 from langgraph.types import Command, RetryPolicy
 
 from polykv_proxy import client
-from polykv_proxy.client import Job
+from polykv_proxy.client import Job, PaceEvent
 from polykv_proxy.langgraph import (
     CapacityGate,
     CourierNode,
@@ -200,7 +200,9 @@ async def test_a_courier_node_starts_workers_as_there_is_room() -> None:
         toy.leave(job.session_id)
         return said.text.upper()
 
-    graph = delivering(CourierNode(work, session_key=lambda item, index: item))
+    events: list[PaceEvent] = []
+    node = CourierNode(work, session_key=lambda item, index: item, poll_interval=0.01, on_event=events.append)
+    graph = delivering(node)
     given = {"items": ["a", "bad", "c"], "polykv": {"pool_id": "p"}}
     for state in await both(graph, toy, given, config={"configurable": {"thread_id": "t"}}):
         first, bad, third = state["results"]
@@ -208,6 +210,9 @@ async def test_a_courier_node_starts_workers_as_there_is_room() -> None:
         assert (bad["result"], bad["error"]) == (None, "ValueError: no such file")
         assert third["result"] == "T:C"
     assert toy.most <= 2
+    assert {each.session_id for each in events if each.kind == "spawn"} == {"t:a", "t:bad", "t:c"}
+    waits = [each.wait_s for each in events if each.kind == "saturated" and each.reason != "it was refused"]
+    assert all(wait_s is None or wait_s < 0.1 for wait_s in waits), "it looks as often as it was told"
 
 
 class Item(PolyKVState):
