@@ -18,7 +18,7 @@ from aiohttp import web
 from polykv_proxy import routes
 from polykv_proxy.config import Settings
 from polykv_proxy.control import Control
-from polykv_proxy.errors import InvariantError, MethodNotAllowed, PolyKVError, RouteNotFound
+from polykv_proxy.errors import InvariantError, MethodNotAllowed, PolyKVError, RequestError, RouteNotFound
 from polykv_proxy.relay.connection import AppRunner, Handler, ShortWay
 from polykv_proxy.relay.doors import Door, door_of, shows_prompts, target_of
 from polykv_proxy.relay.pump import check_framing, refuse, request_id_of
@@ -45,6 +45,8 @@ def make_app(settings: Settings) -> web.Application:
 
     async def serve_target(request: web.Request, target: str, door: Door, handler: Handler) -> web.StreamResponse:
         request_id = request_id_of(request)
+        if door is Door.ENGINE and "Origin" in request.headers:
+            relay.cors.note(request)
         try:
             check_framing(request)
             guard.check(request, control=door is not Door.ENGINE or shows_prompts(target))
@@ -76,9 +78,15 @@ def make_app(settings: Settings) -> web.Application:
     async def short_way(request: web.Request, routed: Handler) -> web.StreamResponse:
         target = target_of(request.raw_path)
         door = door_of(target)
-        if door is Door.ENGINE and "Expect" not in request.headers:
+        # Who expects anything else than to be told to go on gets what llama-server gives him: no notice.
+        waits = request.headers.get("Expect", "").strip().lower() == "100-continue"
+        if door is Door.ENGINE and not waits:
             return await serve_target(request, target, door, _never_reached)
-        return await routed(request)
+        try:
+            return await routed(request)
+        except web.HTTPExpectationFailed:
+            error = RequestError("the only Expect that is understood here is 100-continue")
+            return refuse(request, error, None, request_id_of(request))
 
     app = web.Application(middlewares=[front], client_max_size=settings.max_body_bytes)
     app[CONTROL], app[RELAY], app[SHORT_WAY] = control, relay, short_way

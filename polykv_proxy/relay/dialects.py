@@ -4,7 +4,9 @@ Pure. ``read_call`` turns path, headers and body into a ``Call``: the dialect, t
 header), and everything that decides whether sharing a prefix is possible at all.
 """
 
+import codecs
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -82,9 +84,14 @@ def may_carry_fields(raw: bytes) -> bool:
 
 
 def parse_json(raw: bytes) -> Any:
+    """What llama-server reads in a body: a byte order mark in front is nothing, and neither are NULs at the end."""
     try:
         return orjson.loads(raw)
     except orjson.JSONDecodeError as e:
+        bare = raw.removeprefix(codecs.BOM_UTF8).rstrip(b"\0")
+        if len(bare) < len(raw):
+            with suppress(orjson.JSONDecodeError):
+                return orjson.loads(bare)
         raise InvalidJson(f"the body is not valid JSON: {e.msg}", position=e.pos, line=e.lineno, column=e.colno) from e
 
 

@@ -24,7 +24,9 @@ _UNPACKED = frozenset({"accept-encoding"})
 """What comes compressed could not be read here."""
 
 
-async def engine_view(request: web.Request, control: Control, target: str, request_id: str) -> web.StreamResponse:
+async def engine_view(
+    request: web.Request, control: Control, target: str, path: str, request_id: str
+) -> web.StreamResponse:
     """Serve one of ``VIEWS``. Raises UpstreamError and its heirs."""
     headers, body = raw_headers_of(request, _UNPACKED), await relayed_body(request)
     extra = [("x-request-id", request_id)]
@@ -33,7 +35,7 @@ async def engine_view(request: web.Request, control: Control, target: str, reque
             return await pump_plain(request, upstream, extra, None)
         text = await upstream.read()
         await control.feed.fresh()
-        text = VIEWS[target.partition("?")[0]](text, control)
+        text = VIEWS[path](text, control)
         response = await begin(request, upstream, [*extra, ("Content-Length", str(len(text)))])
     await response.write(text)
     await response.write_eof()

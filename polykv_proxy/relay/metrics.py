@@ -36,15 +36,15 @@ ENGINE_PATIENCE_S = 2.0
 """llama-server answers between two batches; who scrapes gives up after 10 s, by default."""
 
 
-async def metrics_answer(control: Control, costs: Costs) -> web.Response:
-    own, headers = await _of_engine(control)
+async def metrics_answer(control: Control, costs: Costs, request: web.Request, request_id: str) -> web.Response:
+    own, headers = await _of_engine(control, request.headers.getall("Origin", []))
     return web.Response(
         body=own + exposition(control.readings(), costs, aliases=control.settings.metrics_aliases),
-        headers=[*headers, ("Content-Type", CONTENT_TYPE_PLAIN_0_0_4)],
+        headers=[*headers, ("Content-Type", CONTENT_TYPE_PLAIN_0_0_4), ("x-request-id", request_id)],
     )
 
 
-async def _of_engine(control: Control) -> tuple[bytes, list[tuple[str, str]]]:
+async def _of_engine(control: Control, origins: Iterable[str]) -> tuple[bytes, list[tuple[str, str]]]:
     """What llama-server says, with its headers; nothing when it does not (started without --metrics, away, busy).
 
     Asleep it tells what it counted before, and sleeps on.
@@ -52,7 +52,8 @@ async def _of_engine(control: Control) -> tuple[bytes, list[tuple[str, str]]]:
     nothing: tuple[bytes, list[tuple[str, str]]] = (b"", [])
     try:
         async with asyncio.timeout(ENGINE_PATIENCE_S):
-            async with await control.engine.open("GET", "/metrics") as upstream:
+            asked = [("Origin", origin) for origin in origins]  # it says whom it lets read them
+            async with await control.engine.open("GET", "/metrics", asked) as upstream:
                 if upstream.status != 200:
                     return nothing
                 text = await upstream.read()

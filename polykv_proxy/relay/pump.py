@@ -9,19 +9,23 @@ import re
 from collections.abc import AsyncIterator, Callable, Iterable
 
 import orjson
-from aiohttp import HttpVersion11, web
+from aiohttp import HttpVersion10, HttpVersion11, web
 from multidict import CIMultiDict
 
 from polykv_proxy.errors import BodyTooLarge, PolyKVError, RequestError, UpstreamError
+from polykv_proxy.relay.cors import allowed
 from polykv_proxy.relay.dialects import Dialect
 from polykv_proxy.relay.refusals import refusal, refusal_event, refusal_headers
 from polykv_proxy.upstream import UpstreamResponse
+from polykv_proxy.upstream.headers import text_of
 
 _SANE_ID = re.compile(r"[A-Za-z0-9._:+/=-]{1,128}")
 _BEGUN = web.RequestKey("polykv_begun", bool)
 _SAID = web.RequestKey("polykv_said", dict[str, str])
 _RECORDED = web.RequestKey("polykv_recorded", bool)
+_UNCLEAR = web.RequestKey("polykv_unclear", bool)
 _READ_AT_ONCE = 1 << 20
+_SERVED = (HttpVersion11, HttpVersion10)
 _ADDED_BY_AIOHTTP = ("Date", "Server", "Content-Type")
 
 
@@ -57,9 +61,26 @@ class RelayedResponse(web.StreamResponse):
 
 
 def check_framing(request: web.Request) -> None:
-    """HTTP/1.0 knows no chunks: who sends them anyway may be read otherwise by the next server. Raises RequestError."""
-    if request.version < HttpVersion11 and "Transfer-Encoding" in request.headers:
-        raise RequestError("Transfer-Encoding in HTTP/1.0")
+    """What the next server may read otherwise, or not at all. Raises RequestError; nothing more is read after it.
+
+    HTTP/1.0 knows no chunks. Codings other than chunks would have to be undone here, and are not.
+    """
+    coding = request.headers.get("Transfer-Encoding")
+    if coding is None and request.version in _SERVED and request.method != "CONNECT":
+        return
+    if request.version not in _SERVED:
+        request._version = HttpVersion11  # of the answer
+        why = "only HTTP/1.1 and HTTP/1.0 are served here"
+    elif request.method == "CONNECT":
+        why = "CONNECT is not served: there is no tunnel through here"
+    elif request.version < HttpVersion11:
+        why = "Transfer-Encoding in HTTP/1.0"
+    elif coding is not None and coding.strip().lower() != "chunked":
+        why = "the only Transfer-Encoding read here is chunked"
+    else:
+        return
+    request[_UNCLEAR] = True
+    raise RequestError(why)
 
 
 def request_id_of(request: web.Request) -> str:
@@ -70,11 +91,7 @@ def request_id_of(request: web.Request) -> str:
 
 def raw_headers_of(request: web.Request, drop: frozenset[str] = frozenset()) -> list[tuple[str, str]]:
     """As they came, in order, casing kept."""
-    return [
-        (name, v.decode("utf-8", "surrogateescape"))
-        for k, v in request.raw_headers
-        if (name := k.decode("latin-1")).lower() not in drop
-    ]
+    return [(name, text_of(v)) for k, v in request.raw_headers if (name := k.decode("latin-1")).lower() not in drop]
 
 
 def is_sse(upstream: UpstreamResponse) -> bool:
@@ -138,7 +155,9 @@ async def pump_plain(
 
 
 async def begin(request: web.Request, upstream: UpstreamResponse, extra: Iterable[tuple[str, str]]) -> RelayedResponse:
-    """Send the head."""
+    """Send the head. Raises UpstreamError for one that would not be the end of the exchange."""
+    if upstream.status == 101:
+        raise UpstreamError("the engine changed to another protocol, which nobody asked it for", engine_status=101)
     headers = CIMultiDict(upstream.returnable_headers())
     for name, value in extra:
         headers[name] = value
@@ -152,7 +171,8 @@ async def begin(request: web.Request, upstream: UpstreamResponse, extra: Iterabl
 
 async def begin_events(request: web.Request, extra: Iterable[tuple[str, str]]) -> RelayedResponse:
     """Send the head of a stream of events before the engine was asked for it."""
-    response = RelayedResponse(200, "OK", CIMultiDict([("Content-Type", "text/event-stream"), *extra]))
+    headers = CIMultiDict([("Content-Type", "text/event-stream"), *allowed(request).items(), *extra])
+    response = RelayedResponse(200, "OK", headers)
     request[_BEGUN] = True
     await response.prepare(request)
     return response
@@ -196,13 +216,13 @@ def is_recorded(request: web.Request) -> bool:
 
 def refuse(request: web.Request, error: PolyKVError, dialect: Dialect | None, request_id: str) -> web.Response:
     """An error reply of our own."""
-    headers = {"x-request-id": request_id, **request.get(_SAID, {}), **refusal_headers(error)}
+    headers = {"x-request-id": request_id, **allowed(request), **request.get(_SAID, {}), **refusal_headers(error)}
     response = web.Response(
         status=error.status,
         body=orjson.dumps(refusal(error, dialect)),
         content_type="application/json",
         headers=headers,
     )
-    if not request.content.at_eof():
+    if _UNCLEAR in request or not request.content.at_eof():
         response.force_close()  # an unread body is not worth waiting for, and cannot be told from the next request
     return response

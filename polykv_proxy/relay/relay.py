@@ -26,6 +26,7 @@ from polykv_proxy.errors import (
 from polykv_proxy.ids import SlotId
 from polykv_proxy.json_levels import MAX_LEVELS, is_too_deep
 from polykv_proxy.relay.backlog import Backlog, Place
+from polykv_proxy.relay.cors import Cors
 from polykv_proxy.relay.costs import Costs
 from polykv_proxy.relay.desk import SlotDesk
 from polykv_proxy.relay.dialects import (
@@ -37,6 +38,7 @@ from polykv_proxy.relay.dialects import (
     parse_json,
     read_call,
 )
+from polykv_proxy.relay.doors import engine_path
 from polykv_proxy.relay.engine_views import VIEWS, engine_view
 from polykv_proxy.relay.fields import BODY_FIELDS, OWN_HEADERS, Fields, in_headers, read_fields, session_in
 from polykv_proxy.relay.metrics import metrics_answer
@@ -75,6 +77,7 @@ class Relay:
         self.draining = False
         self.backlog = Backlog(clock)
         self.costs = Costs()
+        self.cors = Cors()
         self.n_running = 0
         self.idle = asyncio.Event()
         self.idle.set()
@@ -84,7 +87,7 @@ class Relay:
         self._looking: asyncio.Task[None] | None = None
 
     def dialect_of(self, request: web.Request, target: str) -> Dialect | None:
-        return ATTACHABLE.get(target.partition("?")[0]) if request.method == "POST" else None
+        return ATTACHABLE.get(engine_path(target)) if request.method == "POST" else None
 
     async def handle(self, request: web.Request, target: str, request_id: str) -> web.StreamResponse:
         """Serve a request of the data plane. ``target``: its origin form, as it came."""
@@ -93,7 +96,7 @@ class Relay:
         self.n_running += 1
         self.idle.clear()
         try:
-            return await self._serve(request, target, target.partition("?")[0], request_id)
+            return await self._serve(request, target, engine_path(target), request_id)
         except PolyKVError as e:
             upload = request.content.exception()  # one that was passed on and stopped is not the engine's fault
             error = upload if isinstance(upload, PolyKVError) else e
@@ -105,7 +108,7 @@ class Relay:
         except (ConnectionError, web.HTTPException):
             raise
         except Exception:
-            log.exception("bug in %s", target.partition("?")[0])
+            log.exception("bug in %s", engine_path(target))
             error = InvariantError("an internal error; the proxy's log has it")
         finally:
             self.n_running -= 1
@@ -118,7 +121,7 @@ class Relay:
             raise error
         dialect = self.dialect_of(request, target)
         if dialect is not None and not is_recorded(request):
-            self.control.requests.add(self._record_of(error, target.partition("?")[0], dialect, request_id, began_s))
+            self.control.requests.add(self._record_of(error, engine_path(target), dialect, request_id, began_s))
         return refuse(request, error, dialect, request_id)
 
     def _record_of(
@@ -163,9 +166,9 @@ class Relay:
 
     async def _serve(self, request: web.Request, target: str, path: str, request_id: str) -> web.StreamResponse:
         if path == "/metrics" and request.method == "GET":
-            return await metrics_answer(self.control, self.costs)
+            return await metrics_answer(self.control, self.costs, request, request_id)
         if path in VIEWS and request.method == "GET":
-            return await engine_view(request, self.control, target, request_id)
+            return await engine_view(request, self.control, target, path, request_id)
         takes_a_slot = request.method == "POST" and path in TAKES_A_SLOT
         by_header = takes_a_slot and path in ATTACHABLE and in_headers(request.headers)
         if by_header:
@@ -255,6 +258,8 @@ class Relay:
         headers = raw_headers_of(request, drop)
         streams = isinstance(body, bytes) and b'"stream"' in body
         async with await self.control.engine.open(request.method, target, headers, body, streams=streams) as upstream:
+            if request.method == "OPTIONS":
+                self.cors.heard(request, upstream)
             return await pump_plain(request, upstream, [("x-request-id", request_id)], ATTACHABLE.get(path))
 
     @contextmanager

@@ -264,11 +264,13 @@ class TurnRelay(Reply):
     async def _hold_turn(self, session: Session, gating: Gating, grant: Grant | None, request_id: str) -> None:
         extra = [("x-request-id", request_id), *self._receipt.headers(session.tps)]
         alive = KeptAlive(self._request, extra)
+        # Who may resume his stream counts the engine's bytes to say where: there must be no others among them.
+        counts_bytes = "x-conversation-id" in self._request.headers
         try:
             held = await gating.before_it_goes_out(
                 self._plan,
                 own=grant is not None and grant.own,
-                on_hold=alive.start if self._call.stream else lambda: None,
+                on_hold=alive.start if self._call.stream and not counts_bytes else lambda: None,
             )
         finally:
             self._begun = await alive.end()

@@ -154,7 +154,7 @@ class EngineClient:
             if posts is not None and method == "POST" and isinstance(body, bytes) and 0 < len(body) <= MAX_BYTES:
                 return UpstreamResponse(await posts.send(path_qs, headers, body), what)
             response = await session.request(
-                method, URL(self.base_url + path_qs, encoded=True), headers=headers, data=body, allow_redirects=False
+                method, self._url(path_qs), headers=headers, data=body, allow_redirects=False
             )
         except FOREIGN as e:
             raise map_client_error(e, what) from e
@@ -163,6 +163,13 @@ class EngineClient:
             if protocol is not None:
                 protocol.force_close()  # see ``open``: also for a stream that nobody foresaw
         return UpstreamResponse(response, what)
+
+    def _url(self, path_qs: str) -> URL:
+        """``*``, the server itself, is no path of any URL: it goes out as it is."""
+        if path_qs != "*":
+            return URL(self.base_url + path_qs, encoded=True)
+        base = URL(self.base_url, encoded=True)
+        return URL.build(scheme=base.scheme, host=base.raw_host or "", port=base.port, path=path_qs, encoded=True)
 
     # Reads that change nothing -------------------------------------------------------------------------------------
 

@@ -24,6 +24,17 @@ KEYS = frozenset({"authorization", "x-api-key", "api-key"})
 _NOT_FORWARDED = HOP_BY_HOP | REMADE | KEYS
 
 
+def text_of(value: bytes) -> str:
+    """A header's value as it can be sent on: UTF-8 as it is, anything else as the Latin-1 that it was long ago.
+
+    aiohttp sends UTF-8 only, and leaves out what is none without a word.
+    """
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return value.decode("latin-1")
+
+
 def connection_named(headers: Iterable[tuple[str, str]]) -> frozenset[str]:
     """Give the header names, in lower case, that ``Connection`` marks as belonging to this hop."""
     return frozenset(

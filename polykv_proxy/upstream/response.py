@@ -5,7 +5,7 @@ from typing import Self
 import aiohttp
 
 from polykv_proxy.upstream.errors import FOREIGN, map_client_error
-from polykv_proxy.upstream.headers import returnable
+from polykv_proxy.upstream.headers import returnable, text_of
 from polykv_proxy.upstream.short import ShortReply
 
 
@@ -17,7 +17,7 @@ class UpstreamResponse:
         self._what = what
         self.status = response.status
         self.reason = response.reason or ""
-        self.headers = [(k.decode("latin-1"), v.decode("utf-8", "surrogateescape")) for k, v in response.raw_headers]
+        self.headers = [(k.decode("latin-1"), text_of(v)) for k, v in response.raw_headers]
 
     @property
     def content_type(self) -> str:
