@@ -72,7 +72,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             checkpointer=InMemorySaver(),
         )
         at = {"polykv": {"pool_id": trunk.pool_id, "ancestor_pool_id": trunk.pool_id}}
-        print(f"{'turn':4}{'cached':>8}{'prefilled':>11}{'tokens/s':>10}{'context':>14}  pool")
+        print(f"{'turn':4}{'cached':>8}{'prefilled':>11}{'in ms':>7}{'tokens/s':>10}{'context':>14}  pool")
         for turn in range(options.turns):
             given = {"messages": [("user", told(turn))], **(at if turn == 0 else {})}
             n_summaries = len(watch.summaries)
@@ -86,8 +86,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
                 )
             seen = watch.turns[-1]
             used = f"{seen['polykv']['ctx_used']}/{seen['polykv']['ctx_total']}"
-            rate = f"{seen['predicted_per_second']:10.1f}"
-            print(f"{turn:4}{seen['cache_n']:8}{seen['prompt_n']:11}{rate}{used:>14}  {seen['polykv']['pool_id']}")
+            speed = f"{seen['prompt_ms']:7.0f}{seen['predicted_per_second']:10.1f}"
+            print(f"{turn:4}{seen['cache_n']:8}{seen['prompt_n']:11}{speed}{used:>14}  {seen['polykv']['pool_id']}")
         polykv.drop_session(THREAD)
         polykv.release(trunk.pool_id, recursive=True)
     return {"state": state, "turns": watch.turns, "summaries": watch.summaries}

@@ -82,9 +82,10 @@ def graph_of(model: ChatPolyKV) -> Any:
             if piece.text and not whole.text:
                 ttft_s = time.perf_counter() - state["began_s"]
             whole = whole + piece
-        timings = whole.response_metadata["timings"]
+        timings, receipt = whole.response_metadata["timings"], whole.response_metadata["polykv"]
         shown = {"ttft_ms": 1000 * ttft_s, "cached": timings["cache_n"], "prefilled": timings["prompt_n"]}
-        return {"reviews": [{"topic": topic, "text": whole.text, "tps": timings["predicted_per_second"], **shown}]}
+        shown |= {"tps": timings["predicted_per_second"], "hold_ms": receipt["hold_ms"]}
+        return {"reviews": [{"topic": topic, "text": whole.text, **shown}]}
 
     graph = StateGraph(State, context_schema=PolyKVContext)
     graph.add_node("supervise", supervise)
@@ -109,9 +110,10 @@ async def main(argv: list[str] | None = None) -> dict[str, Any]:
         at = state["polykv"]
         task = await polykv.pool(at["pool_id"])
         print(f"pool {task.pool_id}: {task.prefix_len} tokens, {task.own_n_tokens} of them not in pool {task.parent}")
-        print(f"{'worker':8}{'TTFT ms':>9}{'cached':>8}{'prefilled':>11}{'tokens/s':>10}")
+        print(f"{'worker':8}{'TTFT ms':>9}{'cached':>8}{'prefilled':>11}{'tokens/s':>10}{'held ms':>9}")
         for each in state["reviews"]:
             numbers = f"{each['ttft_ms']:9.0f}{each['cached']:8}{each['prefilled']:11}{each['tps']:10.1f}"
+            numbers += f"{each['hold_ms']:9.0f}"
             print(f"{each['topic']:8}{numbers}  {' '.join(each['text'].split())[:40]}…")
         print(f"four reviews in {wall_s:.1f} s, pools included")
         await polykv.release(at["ancestor_pool_id"], recursive=True)
