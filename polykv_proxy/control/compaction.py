@@ -2,20 +2,21 @@
 on with the new one.
 
 Tokens that are rewritten have no cells in common with what they replace, so nothing in the cache is changed: the new
-text is a fork of the ancestor, prefilled once. Then pins, policy and sessions move, and the old pool goes with
-everything below it. Each step that fails undoes those before it; only then is the caller told.
+text is a fork of the ancestor, prefilled once. One write to the journal then makes it the old pool's successor, with
+its pin, policy and name, and takes the old one off with everything below it. Before that write nothing has changed,
+whatever fails or dies; after it all of it has, and memory follows in a single step.
 """
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from polykv_proxy.control.orders import Compact, ForkPool
 from polykv_proxy.control.policies import Policies
 from polykv_proxy.control.pools import PoolWork
 from polykv_proxy.control.retention import Retention
-from polykv_proxy.errors import JournalFailed, PolyKVError, PoolNotFound, RequestError, SessionNotFound
+from polykv_proxy.errors import JournalFailed, PoolInUse, PoolNotFound, RequestError, SessionNotFound
 from polykv_proxy.ids import PoolId, SessionId
 from polykv_proxy.sessions import Session, SessionBook
 from polykv_proxy.store import Journal
@@ -24,7 +25,8 @@ from polykv_proxy.tree.tree import PoolTree
 
 log = logging.getLogger("polykv.pools")
 
-Undo = Callable[[], Awaitable[object]]
+LOOK_AGAIN_S = 0.05
+NOTHING: dict[str, Any] = {"released": [], "freed_now": None, "freed_later": None}
 
 
 class Compaction:
@@ -58,35 +60,53 @@ class Compaction:
                 param="ancestor",
             )
         for session_id in order.sessions or ():
-            self._known(session_id)
-        made = await self._pools.fork(ancestor.pool_id, ForkPool(source=order.source, name=order.name))
-        new = self._tree.get(made["pool_id"])
-        async with self._turn:  # of two that replace the same pool, the second one finds it gone
-            moved, released = await self._take_over(old, new, order)
-        log.info("pool %s took the place of pool %s for %d sessions", new.label, old.label, len(moved))
-        nothing: dict[str, Any] = {"released": [], "freed_now": None, "freed_later": None}
-        return made | {"name": new.name, "pinned": new.pin, "moved": moved} | (released or nothing)
+            if self._sessions.get(session_id) is None:
+                raise SessionNotFound(f"no session {str(session_id)[:64]!r}")
+        done: dict[str, Any] = {}
 
-    async def _take_over(
-        self, old: Pool, new: Pool, order: Compact
-    ) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
-        """Gives who moved, and what was released. When a step fails the new pool is gone again."""
-        undone: list[Undo] = [lambda: self._pools.release(new.pool_id, recursive=True)]
+        async def keep(new: Pool) -> None:
+            async with self._turn:  # of two that replace the same pool, the second one finds it gone
+                done.update(await self._take_over(old, new, order))
+
+        made = await self._pools.fork(ancestor.pool_id, ForkPool(source=order.source, name=order.name), keep)
+        log.info("pool %s took the place of pool %s for %d sessions", made["pool_id"], old.label, len(done["moved"]))
+        return made | done
+
+    async def _take_over(self, old: Pool, new: Pool, order: Compact) -> dict[str, Any]:
+        """Gives who moved, and what was released. Raises before anything has changed."""
+        self._require_still(old)
+        gone = self._tree.require_settled(old.pool_id) if order.release_old else [old]
+        pinned = [pool for pool in gone if pool.pin]
+        self._check_pin(pinned, new)
+        name = old.name if order.release_old and order.name is None else new.name
+        policy = self._policies.own(old.pool_id)
+        released = [pool.pool_id for pool in gone] if order.release_old else []
+        await self._journal.pool_replaces(
+            new,
+            name=name,
+            pin=bool(pinned),
+            policy=policy.to_json() if policy is not None else None,
+            unpinned=() if order.release_old else pinned,
+            released=released,
+        )
         try:
             self._require_still(old)
-            gone = self._tree.subtree(old.pool_id) if order.release_old else [old]
-            await self._move_pins(gone, new, undone)
-            await self._copy_policy(old, new)
-            if order.release_old and order.name is None:
-                await self._move_name(old, new, undone)
-            self._require_still(old)
-            self._require_still(new)
-            moved = self._move_sessions(gone, new, order.sessions, undone)
-            return moved, await self._release(old) if order.release_old else None
-        except PolyKVError:
-            for undo in reversed(undone):
-                await self._undo(undo)
+        except PoolNotFound:  # somebody released it while this was written down
+            await self._journal.pools_released([new.pool_id])
             raise
+        for pool in pinned:
+            pool.pin = False
+        moved: list[dict[str, Any]] = []
+        if new.pool_id in self._tree:  # else it was released at once, which is the same as a moment later
+            new.pin = bool(pinned)
+            if policy is not None:
+                self._policies.put_back(new.pool_id, policy.to_json())
+            if name != new.name:
+                self._tree.rename(old.pool_id, None)
+                self._tree.rename(new.pool_id, name)
+            moved = [self._move(session, new) for session in self._who_moves(gone, order.sessions)]
+        freed = await self._release(old) if order.release_old else NOTHING
+        return {"name": new.name, "pinned": new.pin, "moved": moved} | freed
 
     # Steps ---------------------------------------------------------------------------------------------------------
 
@@ -95,111 +115,46 @@ class Compaction:
         if self._tree.find(pool.pool_id) is not pool:
             raise PoolNotFound(f"pool {pool.label} was released meanwhile")
 
-    async def _move_pins(self, gone: Sequence[Pool], new: Pool, undone: list[Undo]) -> None:
-        """A pin on what goes is a pin on what takes its place. In one write: a crash leaves it here or there.
-
-        Raises:  PinBudget (409), JournalFailed (503)
-        """
-        pinned = [pool for pool in gone if pool.pin]
+    def _check_pin(self, pinned: Sequence[Pool], new: Pool) -> None:
+        """Whether the pins of what goes may be one on what takes its place. Raises PinBudget (409)."""
         if not pinned:
             return
-
-        async def put_back() -> None:
-            new.pin = False
-            for pool in pinned:
-                pool.pin = True
-            await self._journal.pools_changed([new, *pinned])
-
         for pool in pinned:
             pool.pin = False
         try:
             self._retention.check_pin(new)
-            new.pin = True
-            await self._journal.pools_changed([new, *pinned])
-        except PolyKVError:
-            new.pin = False
+        finally:
             for pool in pinned:
                 pool.pin = True
-            raise
-        undone.append(put_back)
 
-    async def _copy_policy(self, old: Pool, new: Pool) -> None:
-        """The floor that was set for the old pool holds for the new one. Raises JournalFailed (503)."""
-        policy = self._policies.own(old.pool_id)
-        if policy is not None:
-            await self._policies.set(new.pool_id, policy)
-
-    async def _move_name(self, old: Pool, new: Pool, undone: list[Undo]) -> None:
-        """Who names the old pool in requests gets the new one, from this step on: there is always one of that name.
-
-        Raises:  JournalFailed (503)
-        """
-        name = old.name
-        if name is None:
-            return
-
-        def rename(before: Pool, after: Pool) -> None:
-            for pool, to in ((before, None), (after, name)):
-                if pool.pool_id in self._tree:  # else it was released meanwhile, and its name is free
-                    self._tree.rename(pool.pool_id, to)
-
-        async def put_back() -> None:
-            rename(new, old)
-            await self._journal.pools_changed([old, new])
-
-        self._require_still(old)
-        self._require_still(new)
-        rename(old, new)
-        undone.append(put_back)
-        await self._journal.pools_changed([old, new])
-
-    def _move_sessions(
-        self, gone: Sequence[Pool], new: Pool, named: Sequence[SessionId] | None, undone: list[Undo]
-    ) -> list[dict[str, Any]]:
-        """Their next turns attach to the new pool. What runs goes on with the cells that its slot holds."""
+    def _who_moves(self, gone: Sequence[Pool], named: Sequence[SessionId] | None) -> list[Session]:
+        """Those that were named and are still there, or all that are on what goes."""
         left = {pool.pool_id for pool in gone}
         if named is None:
-            sessions = [s for s in self._sessions if s.running_in in left and not s.closed]
-        else:
-            sessions = [self._known(session_id) for session_id in dict.fromkeys(named)]
-        before = [(session, session.pool_id) for session in sessions]
+            return [s for s in self._sessions if s.running_in in left and not s.closed]
+        found = map(self._sessions.get, dict.fromkeys(named))
+        return [session for session in found if session is not None]
 
-        async def put_back() -> None:
-            for session, pool_id in before:
-                if session.pool_id == new.pool_id:
-                    session.pool_id = pool_id
-
-        moved = []
-        for session in sessions:
-            moved.append(
-                {
-                    "session_id": session.session_id,
-                    "from_pool_id": session.running_in,
-                    "n_running": len(session.turns),
-                }
-            )
-            session.move(new.pool_id)
-        undone.append(put_back)
-        return moved
+    def _move(self, session: Session, new: Pool) -> dict[str, Any]:
+        """Its next turn attaches to the new pool. What runs goes on with the cells that its slot holds."""
+        shown = {
+            "session_id": session.session_id,
+            "from_pool_id": session.running_in,
+            "n_running": len(session.turns),
+        }
+        session.move(new.pool_id)
+        return shown
 
     async def _release(self, old: Pool) -> dict[str, Any]:
-        """Raises PoolInUse (409)."""
+        """Off the disk it is already. A fork below it that began meanwhile fails when it is to be written there."""
         ids = [pool.pool_id for pool in self._tree.subtree(old.pool_id)]
-        try:
-            return await self._pools.release(old.pool_id, recursive=True)
-        except JournalFailed as e:
-            # It is off the tree, and the journal owes the write: the sessions are on the new pool for good.
-            log.warning("pool %s was released, which is to be written yet: %s", old.label, e.message)
-            return {"released": ids[::-1], "freed_now": None, "freed_later": None}
-
-    async def _undo(self, undo: Undo) -> None:
-        try:
-            await undo()
-        except PolyKVError as e:
-            log.warning("a compaction that failed was not undone entirely: %s", e.message)
-
-    def _known(self, session_id: SessionId) -> Session:
-        session = self._sessions.get(session_id)
-        if session is None:
-            raise SessionNotFound(f"no session {str(session_id)[:64]!r}")
-        return session
+        while True:
+            try:
+                return await self._pools.release(old.pool_id, recursive=True)
+            except PoolInUse:
+                await asyncio.sleep(LOOK_AGAIN_S)
+            except PoolNotFound:
+                return NOTHING
+            except JournalFailed as e:
+                log.warning("pool %s was released, which is to be written once more: %s", old.label, e.message)
+                return {"released": ids[::-1], "freed_now": None, "freed_later": None}

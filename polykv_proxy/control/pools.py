@@ -20,6 +20,7 @@ from polykv_proxy.control.watch import EngineWatch
 from polykv_proxy.errors import (
     BranchNotExact,
     JournalFailed,
+    PolyKVError,
     PoolHasChildren,
     PoolInUse,
     RequestError,
@@ -35,6 +36,8 @@ from polykv_proxy.tree.tree import PoolTree
 from polykv_proxy.upstream import EngineClient, Materialized
 
 log = logging.getLogger("polykv.pools")
+
+Keep = Callable[[Pool], Awaitable[None]]
 
 
 class PoolWork:
@@ -80,7 +83,8 @@ class PoolWork:
             made, _ = await self._residency.materialize(tokens, None, 0, plan.pool_id)
         return await self._commit(plan, made, order, None, began_s, model=model)
 
-    async def fork(self, ref: int | str, order: ForkPool) -> dict[str, Any]:
+    async def fork(self, ref: int | str, order: ForkPool, keep: Keep | None = None) -> dict[str, Any]:
+        """``keep``: writes the pool down in another way than alone; what it raises takes the pool off again."""
         await self._require_sharing()
         model, parent = self._model(), self._tree.get(ref)
         source = order.source
@@ -104,7 +108,7 @@ class PoolWork:
             # Else the child takes the last sequence and holds the parent's range as well.
             made, shared = await self._residency.materialize(plan.tokens, parent, plan.branch_pos, plan.pool_id)
         branch_pos = made.branch_pos if shared else None
-        return await self._commit(plan, made, order, branch_pos, began_s, model=model, exact=order.exact)
+        return await self._commit(plan, made, order, branch_pos, began_s, model=model, exact=order.exact, keep=keep)
 
     async def _commit(
         self,
@@ -116,6 +120,7 @@ class PoolWork:
         *,
         model: int,
         exact: bool = False,
+        keep: Keep | None = None,
     ) -> dict[str, Any]:
         """The engine holds it: put it on the tree in the same step, and answer when it is in the journal."""
         if model != self._model():
@@ -137,18 +142,18 @@ class PoolWork:
         self._tree_changed()
         await self._residency.adopt(pool, made)
         self._learn_messages(pool, order.source)
-        await self._keep(pool)
+        await self._keep(pool, keep)
         log.info("pool %s: [%d, %d) in sequence %d", pool.label, pool.branch_pos, pool.prefix_len, made.seq)
         return pool_answer(pool) | {"materialize_ms": round((now_s - began_s) * 1e3, 1), "same_as": same_as}
 
-    async def _keep(self, pool: Pool) -> None:
+    async def _keep(self, pool: Pool, keep: Keep | None = None) -> None:
         """Write a pool down before anybody is told its id. Raises JournalFailed (503); then it is gone again.
 
         One that somebody makes a fork of already stays until that fork is written, and it with it, or is gone as well.
         """
         try:
-            await self._journal.pool_added(pool)
-        except JournalFailed:
+            await (keep or self._journal.pool_added)(pool)
+        except PolyKVError:
             try:
                 await self._take_off(pool.pool_id)
             except (PoolHasChildren, PoolInUse):

@@ -94,6 +94,16 @@ class PolicyChanged:
 
 
 @dataclass(frozen=True, slots=True)
+class Replaced:
+    """A new pool, the pools that it takes the place of, and what of the others changes with that: one step."""
+
+    added: Added
+    policy: Mapping[str, Any] | None
+    changed: Sequence[Changed]
+    released: Sequence[PoolId]
+
+
+@dataclass(frozen=True, slots=True)
 class Used:
     """Last uses, Unix seconds."""
 
@@ -107,7 +117,7 @@ class Bound:
     fingerprint: str
 
 
-Change = Added | Released | Changed | PolicyChanged | Used | Bound
+Change = Added | Released | Changed | PolicyChanged | Replaced | Used | Bound
 
 
 class Database:
@@ -330,6 +340,10 @@ class Database:
                 self._remove_policy(pool_id)
                 if policy is not None:
                     self._add_policy(pool_id, policy)
+            case Replaced(added, policy, changed, released):
+                parts: list[Change] = [*changed, Released(released), added]
+                for part in [*parts, PolicyChanged(added.row.pool_id, policy)]:
+                    self._apply(part)
             case Used(at_ts):
                 for pool_id, ts in at_ts.items():
                     self._alter(pool_id, {_USED: float(ts)})

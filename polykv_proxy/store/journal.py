@@ -17,7 +17,7 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,6 +35,7 @@ from polykv_proxy.store.database import (
     ParentMissing,
     PolicyChanged,
     Released,
+    Replaced,
     Used,
     move_into_place,
 )
@@ -156,9 +157,26 @@ class Journal:
         """Keep a pool's name, pin and ttl as they are now. Raises JournalFailed (503)."""
         await self._write([Changed(pool.pool_id, pool.name, pool.pin, pool.ttl_s)])
 
-    async def pools_changed(self, pools: Iterable[JournaledPool]) -> None:
-        """As ``pool_changed``, of several: all are kept or none."""
-        await self._write([Changed(pool.pool_id, pool.name, pool.pin, pool.ttl_s) for pool in pools])
+    async def pool_replaces(
+        self,
+        pool: JournaledPool,
+        *,
+        name: str | None,
+        pin: bool,
+        policy: Mapping[str, Any] | None,
+        unpinned: Iterable[JournaledPool],
+        released: Iterable[PoolId],
+    ) -> None:
+        """Keep a new pool, as it will be called and pinned, together with what it takes the place of: all of it is on
+        the disk, or nothing.
+
+        Raises:  JournalFailed (503); then the pool is not kept, and the others are
+        """
+        if self._fingerprint is None:
+            raise JournalFailed("it is not known yet which model this pool is of")
+        added = Added(replace(PoolRow.of(pool, self._offset_s), name=name, pin=pin), self._fingerprint)
+        changed = [Changed(other.pool_id, other.name, False, other.ttl_s) for other in unpinned]
+        await self._write([Replaced(added, policy, changed, list(released))])
 
     async def policy_changed(self, pool_id: PoolId, policy: Mapping[str, Any] | None) -> None:
         """Keep a pool's own policy, or that it has none any more. Raises JournalFailed (503); then it is as before."""
@@ -245,6 +263,8 @@ class Journal:
                     self._owed.release(change.pool_ids)
                 elif isinstance(change, Added):  # a write that failed late may be there all the same
                     self._owed.release([change.row.pool_id])
+                elif isinstance(change, Replaced):
+                    self._owed.release([change.added.row.pool_id])
         failed = next((error for error in errors if error is not None), None)
         if failed is not None and self._failure is None:
             log.error("the journal %s cannot be written: %s", self._path, failed)

@@ -379,6 +379,16 @@ class PoolTree:
             del self._names[pool.name]
         pool.name = name
 
+    def require_settled(self, pool_id: PoolId) -> list[Pool]:
+        """A pool and everything below it, in the order of ``subtree``.
+
+        Raises:  PoolNotFound (404), PoolInUse (409) while a fork below it is being made
+        """
+        pools = self.subtree(pool_id)
+        if any(pool.pool_id in self._n_plans_of for pool in pools):
+            raise PoolInUse(f"a fork below pool {self.get(pool_id).label} is being made")
+        return pools
+
     def release(self, pool_id: PoolId, *, recursive: bool = False) -> list[Pool]:
         """Take a pool off the tree at once, with ``recursive`` everything below it too. Gives them, leaves first.
 
@@ -390,9 +400,7 @@ class PoolTree:
             if n_children:
                 what = "child" if n_children == 1 else "children"
                 raise PoolHasChildren(f"pool {top.label} has {n_children} {what}", n_children=n_children)
-        released = self.subtree(pool_id)[::-1]
-        if any(pool.pool_id in self._n_plans_of for pool in released):
-            raise PoolInUse(f"a fork below pool {top.label} is being made")
+        released = self.require_settled(pool_id)[::-1]
         for pool in released:
             self._index.remove(pool.pool_id)
             self._residents.pop(pool.pool_id, None)

@@ -1,17 +1,29 @@
 """``POST /polykv/pools/{id}/compact``: everything moves, or nothing has changed."""
 
 import asyncio
+import json
+import os
+import random
+import shutil
+import sys
+import time
+from asyncio.subprocess import DEVNULL, PIPE
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from polykv_proxy.errors import JournalFailed
 from polykv_proxy.ids import PoolId
+from polykv_proxy.store.database import Change, Database
 from tests.contract.conftest import ask, error_of, made
 from tests.control.conftest import eventually
 from tests.fake_engine import FakeEngine
 from tests.fake_engine.faults import Hold, reply
-from tests.relay.conftest import Proxy
+from tests.relay.conftest import Proxy, ProxyMaker
 
 TRUNK = list(range(1, 61))
 OLD = TRUNK + list(range(100, 180))
@@ -173,10 +185,10 @@ async def test_a_journal_that_fails_leaves_everything_as_it_was(proxy: Proxy, mo
     await ask(proxy, [*OLD, 90], session_id="a", pool_id="work")
     before = state(await pools(proxy))
 
-    async def fail(pools: Any) -> None:
+    async def fail(pool: Any, **_: Any) -> None:
         raise JournalFailed("the disk is full")
 
-    monkeypatch.setattr(proxy.control.journal, "pools_changed", fail)
+    monkeypatch.setattr(proxy.control.journal, "pool_replaces", fail)
     assert (await compact(proxy, expect=503))["code"] == "journal_failed"
     assert state(await pools(proxy)) == before
 
@@ -217,24 +229,38 @@ async def test_of_two_at_once_the_one_that_is_served_has_the_pin(proxy: Proxy) -
 
 
 @pytest.mark.parametrize("ref", [2, "work"])
-async def test_a_pool_that_is_released_on_the_way_is_a_404(
+async def test_an_old_pool_that_is_released_on_the_way_is_a_404(
     proxy: Proxy, monkeypatch: pytest.MonkeyPatch, ref: int | str
 ) -> None:
-    """The old one, or by name the one that has just taken its place."""
     await grown(proxy, pin=True)
-    write, n_writes = proxy.control.journal.pools_changed, 0
+    write = proxy.control.journal.pool_replaces
 
-    async def released_meanwhile(changed: Any) -> None:
-        nonlocal n_writes
-        n_writes += 1
-        await write(changed)
-        if n_writes == (1 if ref == 2 else 2):  # pins are moved first, then the name
-            assert (await proxy.client.delete(f"/polykv/pools/{ref}?recursive=true")).status_code == 200
+    async def released_meanwhile(pool: Any, **how: Any) -> None:
+        await write(pool, **how)
+        assert (await proxy.client.delete(f"/polykv/pools/{ref}?recursive=true")).status_code == 200
 
-    monkeypatch.setattr(proxy.control.journal, "pools_changed", released_meanwhile)
+    monkeypatch.setattr(proxy.control.journal, "pool_replaces", released_meanwhile)
     assert (await compact(proxy, expect=404))["code"] == "pool_not_found"
-    left = {pool["name"]: pool["pinned"] for pool in (await pools(proxy)).values() if pool["name"]}
-    assert left == ({"trunk": False} if ref == 2 else {"trunk": False, "work": True})
+    assert state(await pools(proxy)) == {1: ("trunk", -1, 60, False, "resident", [])}
+
+
+async def test_a_new_pool_that_is_released_on_the_way_leaves_nothing(
+    proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await grown(proxy, pin=True)
+    await ask(proxy, [*OLD, 90], session_id="a", pool_id="work")
+    write = proxy.control.journal.pool_replaces
+
+    async def released_meanwhile(pool: Any, **how: Any) -> None:
+        await write(pool, **how)
+        assert (await proxy.client.delete(f"/polykv/pools/{pool.pool_id}")).status_code == 200
+
+    monkeypatch.setattr(proxy.control.journal, "pool_replaces", released_meanwhile)
+    answer = await compact(proxy)
+    assert (answer["moved"], answer["released"]) == ([], [3, 2])
+    assert state(await pools(proxy)) == {1: ("trunk", -1, 60, False, "resident", [])}
+    told = await ask(proxy, [*NEW, 90], session_id="a")
+    assert (told["pool_id"], told["cached_n_tokens"]) == (1, 60)
 
 
 async def test_there_is_always_a_pool_of_that_name(engine: FakeEngine, proxy: Proxy) -> None:
@@ -248,3 +274,129 @@ async def test_there_is_always_a_pool_of_that_name(engine: FakeEngine, proxy: Pr
     releasing.release()
     new = (await compacting)["pool_id"]
     assert (told["pool_id"], told["miss_reason"]) == (new, None)
+
+
+async def test_a_fork_that_began_too_late_fails_and_holds_nothing_up(
+    engine: FakeEngine, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the write and the release of the old pool: that is decided, so the fork has no parent any more."""
+    await grown(proxy, pin=True)
+    write, held, forks = proxy.control.journal.pool_replaces, Hold(), []
+
+    async def fork_meanwhile(pool: Any, **how: Any) -> None:
+        engine.on("materialize", "request", held)
+        body = {"tokens": [*BELOW, 5, 6]}
+        forks.append(asyncio.create_task(proxy.client.post("/polykv/pools/3/fork", json=body)))
+        await held.reached()
+        await write(pool, **how)
+
+    monkeypatch.setattr(proxy.control.journal, "pool_replaces", fork_meanwhile)
+    compacting = asyncio.create_task(compact(proxy))
+    await eventually(lambda: (work := proxy.control.tree.find("work")) is not None and work.pool_id == 4)
+    held.release()
+    assert (await compacting)["released"] == [3, 2]
+    refused = await forks[0]
+    assert (refused.status_code, error_of(refused)["code"]) == (503, "journal_failed")
+    assert state(await pools(proxy)).keys() == {1, 4}
+
+
+# Death ------------------------------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def process(engine: FakeEngine, journal: Path) -> AsyncIterator[tuple[httpx.AsyncClient, Callable[[], None]]]:
+    """A proxy of its own, and how to kill it without a chance to tidy up."""
+    args = ("-m", "polykv_proxy.cli", "serve", "--upstream", engine.url, "--port", "0", "--json")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("POLYKV_")}
+    child = await asyncio.create_subprocess_exec(
+        sys.executable, *args, "--state", str(journal), stdout=PIPE, stderr=DEVNULL, env=kept
+    )
+    try:
+        assert child.stdout is not None
+        url = json.loads(await asyncio.wait_for(child.stdout.readline(), 60))["proxy"]
+        async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as client:
+            yield client, child.kill
+    finally:
+        if child.returncode is None:
+            child.kill()
+        await child.communicate()
+
+
+async def kept_by(client: httpx.AsyncClient) -> dict[int, tuple[Any, ...]]:
+    """What a restart must bring back."""
+    found = {}
+    for pool in (await client.get("/polykv/pools")).json()["pools"]:
+        policy = (await client.get(f"/polykv/pools/{pool['pool_id']}/admission")).json()
+        own = policy["target_tps_per_session"] if policy["source"] == "own" else None
+        found[pool["pool_id"]] = (pool["name"], pool["parent"], pool["prefix_len"], pool["pinned"], own)
+    return found
+
+
+BEFORE = {
+    1: ("trunk", -1, 60, False, None),
+    2: ("work", 1, 140, True, 5),
+    3: (None, 2, 170, False, None),
+}
+AFTER = {1: ("trunk", -1, 60, False, None), 4: ("work", 1, 80, True, 5)}
+
+
+async def prepared(client: httpx.AsyncClient) -> None:
+    async def order(path: str, **body: Any) -> None:
+        (await client.post(path, json=body)).raise_for_status()
+
+    await order("/polykv/pools", tokens=TRUNK, name="trunk")
+    await order("/polykv/pools/1/fork", tokens=OLD, name="work", pin=True)
+    await order("/polykv/pools/2/fork", tokens=BELOW)
+    await order("/polykv/pools/2/admission", target_tps_per_session=5, mode="advisory")
+    assert await kept_by(client) == BEFORE
+
+
+async def test_every_write_leaves_everything_moved_or_nothing(
+    engine: FakeEngine, make_proxy: ProxyMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a crash after any of them would find."""
+    journal, copies, write = tmp_path / "journal.db", list[Path](), Database.write
+
+    def copying(db: Database, changes: Iterable[Change]) -> None:
+        write(db, changes)
+        copies.append(tmp_path / str(len(copies)))
+        copies[-1].mkdir()
+        for file in tmp_path.glob("journal.db*"):
+            shutil.copy(file, copies[-1])
+
+    async with make_proxy(engine.url, state=str(journal)) as proxy:
+        await prepared(proxy.client)
+        monkeypatch.setattr(Database, "write", copying)
+        await compact(proxy)
+        monkeypatch.setattr(Database, "write", write)
+    assert copies
+    for copy in copies:
+        async with FakeEngine() as other, make_proxy(other.url, state=str(copy / "journal.db")) as proxy:
+            assert await kept_by(proxy.client) == AFTER
+
+
+@pytest.mark.slow
+async def test_killed_at_any_instant_everything_has_moved_or_nothing(engine: FakeEngine, tmp_path: Path) -> None:
+    n_times, took_s, rng, outcomes = 10, 0.1, random.Random(7), list[bool]()
+    for i in range(n_times):
+        journal = tmp_path / f"{i}.db"
+        async with process(engine, journal) as (client, kill):
+            await prepared(client)
+            began_s = time.perf_counter()
+            body = {"ancestor": "trunk", "tokens": NEW}
+            compacting = asyncio.create_task(client.post("/polykv/pools/work/compact", json=body))
+            if i == 0:  # how long it takes, and that it is what the others are compared with
+                await compacting
+                took_s = time.perf_counter() - began_s
+            else:
+                await asyncio.sleep(rng.uniform(0, took_s) if i > 1 else 0)
+            kill()
+            await asyncio.wait([compacting])
+            answered = compacting.exception() is None and compacting.result().status_code == 201
+        async with process(engine, journal) as (client, _):
+            found = await kept_by(client)
+        assert found in (BEFORE, AFTER), (i, found)
+        assert not answered or found == AFTER, "who was told so has it"
+        outcomes.append(found == AFTER)
+    assert outcomes[0]
+    assert False in outcomes
