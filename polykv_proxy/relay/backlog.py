@@ -5,11 +5,13 @@ All of them are counted in here, whatever they wait for. Past the bounds the nex
 a crowd costs time and never the proxy.
 """
 
+import asyncio
 import random
 from collections import deque
 from collections.abc import Callable
+from types import TracebackType
 
-from polykv_proxy.errors import QueueFull, QueueTimeout
+from polykv_proxy.errors import PolyKVError, QueueFull, QueueTimeout
 from polykv_proxy.gate.outcome import retry_after
 
 MAX_WAITING = 1024
@@ -29,17 +31,38 @@ class Backlog:
     """``u``: a random number from 0 to 1."""
 
     def __init__(self, clock: Callable[[], float], u: Callable[[], float] = random.random):
-        self.n_waiting = 0
         self.n_bytes = 0
         self._clock, self._u = clock, u
         self._went_s: deque[float] = deque(maxlen=8)
+        self._waiting: set[Place] = set()
+        self._dismissed: PolyKVError | None = None
+
+    @property
+    def n_waiting(self) -> int:
+        return len(self._waiting)
 
     def enter(self) -> "Place":
         """For a request whose body is about to be read."""
         return Place(self)
 
-    def went_out(self) -> None:
-        self._went_s.append(self._clock())
+    def dismiss(self, error: PolyKVError) -> None:
+        """Everybody who waits, wherever it is, and who comes from now on, gets ``error``."""
+        self._dismissed = error
+        for place in list(self._waiting):
+            place.dismiss(error)
+
+    def admit(self, place: "Place") -> None:
+        """Raises QueueFull (429), what ``dismiss`` was given."""
+        if self._dismissed is not None:
+            raise self._dismissed
+        if self.n_waiting >= MAX_WAITING:
+            raise self.full()
+        self._waiting.add(place)
+
+    def drop(self, place: "Place", *, sent: bool) -> None:
+        self._waiting.discard(place)
+        if sent:
+            self._went_s.append(self._clock())
 
     def full(self) -> QueueFull:
         after_s, after_ms = retry_after(self._drained_s(), self._u())
@@ -70,12 +93,17 @@ class Backlog:
 
 
 class Place:
-    """Of one request: ``add`` what comes of its body, ``wait`` when it is there, ``leave`` whatever happens."""
+    """Of one request: ``add`` what comes of its body, ``wait`` when it is there, ``leave`` whatever happens.
 
-    __slots__ = ("_backlog", "_n_bytes", "_waits")
+    As a context it is where the waiting is done: there it can be dismissed, as long as it has not left.
+    """
+
+    __slots__ = ("_backlog", "_dismissed", "_n_bytes", "_task")
 
     def __init__(self, backlog: Backlog):
-        self._backlog, self._n_bytes, self._waits = backlog, 0, False
+        self._backlog, self._n_bytes = backlog, 0
+        self._task: asyncio.Task[object] | None = None
+        self._dismissed: PolyKVError | None = None
 
     def add(self, n_bytes: int) -> None:
         """Raises QueueFull (429)."""
@@ -86,20 +114,30 @@ class Place:
         backlog.n_bytes += n_bytes
 
     def wait(self) -> None:
-        """Raises QueueFull (429)."""
-        if self._backlog.n_waiting >= MAX_WAITING:
-            raise self._backlog.full()
-        self._waits = True
-        self._backlog.n_waiting += 1
+        """Raises QueueFull (429), what ``Backlog.dismiss`` was given."""
+        self._backlog.admit(self)
 
     def leave(self, *, sent: bool = False) -> None:
         """It goes out (``sent``), or is over. A second time it changes nothing."""
-        backlog = self._backlog
-        backlog.n_bytes -= self._n_bytes
-        backlog.n_waiting -= self._waits
-        self._n_bytes, self._waits = 0, False
-        if sent:
-            backlog.went_out()
+        self._backlog.n_bytes -= self._n_bytes
+        self._n_bytes, self._task = 0, None
+        self._backlog.drop(self, sent=sent)
 
     def late(self) -> QueueTimeout:
         return self._backlog.late()
+
+    def dismiss(self, error: PolyKVError) -> None:
+        if self._task is not None:
+            self._dismissed = error
+            self._task.cancel()
+
+    def __enter__(self) -> None:
+        self._task = asyncio.current_task()
+
+    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
+        """What was dismissed ends with that error, unless its client left as well."""
+        task = asyncio.current_task()
+        if self._dismissed is None or task is None:
+            return
+        if task.uncancel() == 0 and isinstance(exc, asyncio.CancelledError):
+            raise self._dismissed from None

@@ -146,6 +146,7 @@ class Relay:
         self.desk.dismiss(error)
         self.control.room.dismiss(error)
         self.control.door.dismiss(error)
+        self.backlog.dismiss(error)  # who is between those lines, or waits for a pool
 
     async def close(self) -> None:
         if self._looking is not None:

@@ -92,15 +92,16 @@ class TurnRelay(Reply):
         if not self._control.policies.is_empty:
             self._meet_gate()
         try:
-            await self._decide(session)
-            grant = await self._take_slot(session, said, look_first)
-            try:
-                if self._gating is not None:
-                    await self._hold_turn(session, self._gating, grant, request_id)
-                await self._make_ready(session, grant)
-                return await self._send(request_id, grant, usage)
-            finally:
-                self._give_back(grant)
+            with self._place:
+                await self._decide(session)
+                grant = await self._take_slot(session, said, look_first)
+                try:
+                    if self._gating is not None:
+                        await self._hold_turn(session, self._gating, grant, request_id)
+                    await self._make_ready(session, grant)
+                    return await self._send(request_id, grant, usage)
+                finally:
+                    self._give_back(grant)
         except PolyKVError as e:
             record.error, self._status = e.code, self._status or e.status
             record.message = e.message if isinstance(e, CapacityError) else None

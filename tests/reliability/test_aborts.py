@@ -9,14 +9,15 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import httpx
 import pytest
 import pytest_asyncio
 
 from tests.contract.conftest import made
-from tests.fake_engine import FakeEngine, Received
+from tests.fake_engine import FakeEngine, Hold, Received
 from tests.fake_engine.cache import Slot
 from tests.relay.conftest import Proxy, ProxyMaker
-from tests.relay.dialect_cases import events_of
+from tests.relay.dialect_cases import body_of, events_of
 from tests.relay.raw import connected, until
 from tests.reliability.conftest import leave_nothing, post_json
 
@@ -217,3 +218,48 @@ def what_is_left(stage: Stage) -> dict[str, int]:
     counts |= {"waiting": rest["waiting"], "door": door.n_waiting + door.n_held}
     counts |= {"upstream": sum(not r.left for r in stage.sent()), "backlog": stage.proxy.relay.backlog.n_waiting}
     return {name: count for name, count in counts.items() if count}
+
+
+# Who waits when the proxy ends -------------------------------------------------------------------------------------
+
+
+async def told_to_come_back(proxy: Proxy, asking: "asyncio.Task[httpx.Response]") -> None:
+    proxy.relay.drain()
+    answer = await asyncio.wait_for(asking, 10)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "draining")
+    assert int(answer.headers["retry-after"]) >= 1
+
+
+@pytest.mark.parametrize("phase", [queued, at_the_door, held, materializing], ids=lambda phase: phase.__name__)
+async def test_who_waits_is_told_when_the_proxy_ends(engine: FakeEngine, make_proxy: ProxyMaker, phase: Any) -> None:
+    async with make_proxy(engine.url, auto_pool_min_tokens=0) as proxy:
+        await made(proxy, prompt=SHARED, name="root")
+        stage = Stage(engine, proxy, n_stayers=N_SLOTS if phase is queued else 2)
+        if phase in (at_the_door, held):
+            stage.stayers_begin = SHARED
+        async with stayers(stage):
+            await phase(stage)
+            if stage.before_each is not None:
+                await stage.before_each()
+                engine.prefill_s = 60
+            body = {"prompt": stage.prompt, **stage.fields, "stream": True}
+            asking = asyncio.create_task(proxy.client.post(PATH, json=body))
+            await until(stage.is_there, 10)
+            await told_to_come_back(proxy, asking)
+            assert stage.sent() == []
+        engine.faults.armed.clear()
+        await leave_nothing(proxy)
+
+
+async def test_who_waits_for_anothers_prefill_is_told_when_the_proxy_ends(engine: FakeEngine, proxy: Proxy) -> None:
+    hold = Hold()
+    engine.on(PATH, "prefill", hold)
+    first = asyncio.create_task(proxy.client.post(PATH, json=body_of(PATH, "first")))
+    await hold.reached()
+    second = asyncio.create_task(proxy.client.post(PATH, json=body_of(PATH, "second")))
+    await until(lambda: proxy.control.fan_out.n_waiting == 1)
+    await told_to_come_back(proxy, second)
+    hold.release()
+    assert (await first).status_code == 200, "what runs goes on"
+    assert len(engine.requests(PATH)) == 1
+    await leave_nothing(proxy)

@@ -1,7 +1,6 @@
 """kill -9 of the engine: nobody takes half an answer for a whole one, and everything works again by itself."""
 
 import asyncio
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -21,11 +20,10 @@ N_PIECES = {"/completion": 5, "/v1/completions": 6, "/v1/chat/completions": 7, "
 
 
 @pytest.fixture
-def engine_slots(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def engine_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Room for all at once."""
     real = FakeEngine.__init__
     monkeypatch.setattr(FakeEngine, "__init__", lambda self: real(self, n_slots=20))
-    yield
 
 
 async def read_stream(proxy: Proxy, path: str, fields: dict[str, Any]) -> bytes:
