@@ -19,7 +19,7 @@ import polykv_proxy
 from polykv_proxy import errors
 from polykv_proxy.control.receipts import MAX_RECORDS
 from polykv_proxy.errors import PolyKVError
-from polykv_proxy.routes import shapes, shapes_admission
+from polykv_proxy.routes import shapes, shapes_admission, shapes_sessions
 from polykv_proxy.routes.admission import MAX_SESSION_ID, MAX_TOKENS
 from polykv_proxy.routes.answers import answering, json_answer
 from polykv_proxy.routes.body import AdmissionBody, CreateBody, ForkBody, MatchBody
@@ -180,14 +180,16 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         answer=shapes.Matched,
         raises=(*BODY, errors.PoolNotFound, errors.ContextLengthExceeded, *ENGINE),
     ),
-    ("GET", "/polykv/sessions"): Operation(summary="Show the sessions", answer=shapes.SessionsShown),
-    ("GET", "/polykv/sessions/{sid}"): Operation(summary="Show a session", answer=shapes.SessionShown, raises=SESSION),
+    ("GET", "/polykv/sessions"): Operation(summary="Show the sessions", answer=shapes_sessions.SessionsShown),
+    ("GET", "/polykv/sessions/{sid}"): Operation(
+        summary="Show a session", answer=shapes_sessions.SessionShown, raises=SESSION
+    ),
     ("DELETE", "/polykv/sessions/{sid}"): Operation(
-        summary="Forget a session and give up its slot", answer=shapes.SessionDropped, raises=SESSION
+        summary="Forget a session and give up its slot", answer=shapes_sessions.SessionDropped, raises=SESSION
     ),
     ("GET", "/polykv/requests"): Operation(
         summary="Show receipts of the last requests, the newest first",
-        answer=shapes.RequestsShown,
+        answer=shapes_sessions.RequestsShown,
         query={
             "last": (
                 {"type": "integer", "minimum": 1, "maximum": MAX_RECORDS, "default": DEFAULT_LAST},
@@ -198,7 +200,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ),
     ("GET", "/polykv/tps"): Operation(
         summary="Say how many tokens per second are decoded now, once or as a stream of events",
-        answer=shapes.Rates,
+        answer=shapes_sessions.Rates,
         query={
             "stream": (_FLAG, "A stream of events; without it `Accept: text/event-stream` asks for one."),
             "interval_ms": (

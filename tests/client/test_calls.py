@@ -14,7 +14,7 @@ from polykv_proxy.client import (
     results,
 )
 from polykv_proxy.client.calls import Call, StreamCall
-from polykv_proxy.routes import shapes, shapes_admission
+from polykv_proxy.routes import shapes, shapes_admission, shapes_sessions
 from polykv_proxy.routes.compact import Compacted
 from tests.client.conftest import Asked
 from tests.fake_engine import FakeEngine
@@ -231,12 +231,12 @@ SHOWN = {
     results.PoolInfo: shapes.PoolShown,
     results.PoolSession: shapes.PoolSession,
     results.PoolTree: shapes.PoolTreeShown,
-    results.SessionInfo: shapes.SessionShown,
-    results.SessionDropped: shapes.SessionDropped,
-    results.SessionRate: shapes.SessionRate,
-    results.TpsSample: shapes.Rates,
+    results.SessionInfo: shapes_sessions.SessionShown,
+    results.SessionDropped: shapes_sessions.SessionDropped,
+    results.SessionRate: shapes_sessions.SessionRate,
+    results.TpsSample: shapes_sessions.Rates,
     results.Match: shapes.Matched,
-    results.RequestInfo: shapes.RequestShown,
+    results.RequestInfo: shapes_sessions.RequestShown,
     results.Health: shapes.Health,
     results.AdmissionInfo: shapes_admission.AdmissionChanged,
     results.Capacity: shapes_admission.CapacityShown,
