@@ -16,25 +16,22 @@ Used by one thread. Everything that is wrong with the contents is ``Damaged``; o
 import os
 import sqlite3
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from polykv_proxy.ids import ROOT, PoolId
+from polykv_proxy.store.changes import Added, Bound, Change, Changed, PolicyChanged, Released, Replaced, Used
 from polykv_proxy.store.place import COMPANIONS
 from polykv_proxy.store.rows import (
-    TOKEN_BYTES,
     PoolRow,
     add_up,
     checksum,
     pack_tokens,
     seal_policy,
     signed,
-    unpack_tokens,
-    unseal_policy,
 )
+from polykv_proxy.store.verify import Damaged, check_prefix, policy_of, row_of
 
 APPLICATION_ID = 0x504F4B56
 VERSION = 1
@@ -58,66 +55,8 @@ _NO_ROOM = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
 _DAMAGE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_FORMAT, sqlite3.SQLITE_MISMATCH)
 
 
-class Damaged(Exception):
-    """The file is not, or not entirely, a journal as this version writes it. The message says what is wrong."""
-
-
 class ParentMissing(Exception):
     """A pool cannot be written because the pool that it is made from is not in the journal."""
-
-
-@dataclass(frozen=True, slots=True)
-class Added:
-    row: PoolRow
-    fingerprint: str
-
-
-@dataclass(frozen=True, slots=True)
-class Released:
-    pool_ids: Sequence[PoolId]
-
-
-@dataclass(frozen=True, slots=True)
-class Changed:
-    pool_id: PoolId
-    name: str | None
-    pin: bool
-    ttl_s: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class PolicyChanged:
-    """None: the pool has no policy of its own any more."""
-
-    pool_id: PoolId
-    policy: Mapping[str, Any] | None
-
-
-@dataclass(frozen=True, slots=True)
-class Replaced:
-    """A new pool, the pools that it takes the place of, and what of the others changes with that: one step."""
-
-    added: Added
-    policy: Mapping[str, Any] | None
-    changed: Sequence[Changed]
-    released: Sequence[PoolId]
-
-
-@dataclass(frozen=True, slots=True)
-class Used:
-    """Last uses, Unix seconds."""
-
-    at_ts: Mapping[PoolId, float]
-
-
-@dataclass(frozen=True, slots=True)
-class Bound:
-    """This model is the engine's now."""
-
-    fingerprint: str
-
-
-Change = Added | Released | Changed | PolicyChanged | Replaced | Used | Bound
 
 
 class Database:
@@ -250,7 +189,7 @@ class Database:
                     raise Damaged(f"a row of its table {table} is damaged")
                 n_rows, total = n_rows + 1, add_up(total, kept)
         for pool_id, text in self._db.execute("SELECT pool_id, policy FROM policies"):
-            n_rows, total = n_rows + 1, add_up(total, _policy(pool_id, text)[1])
+            n_rows, total = n_rows + 1, add_up(total, policy_of(pool_id, text)[1])
         if (n_rows, total) != (self._n_rows, self._sum):
             raise Damaged(f"it has {n_rows} rows where it should have {self._n_rows}, or not the same ones")
         self._models = {fingerprint: model_id for model_id, fingerprint in self._rows("SELECT * FROM models", 2)}
@@ -279,16 +218,16 @@ class Database:
             for *values, kept, own, policy in asked:
                 if checksum(tuple(values)) != kept or not isinstance(own, bytes):
                     raise Damaged(f"pool {values[0]} is damaged")
-                row = _row(values, own)
+                row = row_of(values, own)
                 if policy is not None:
-                    row = replace(row, policy=_policy(row.pool_id, policy)[0])
+                    row = replace(row, policy=policy_of(row.pool_id, policy)[0])
                 if row.pool_id >= self.next_id:
                     raise Damaged(f"pool {row.pool_id} does not belong here")
                 if row.parent != ROOT and row.parent not in loaded:
                     self.left_out.append(row.pool_id)
                     continue
                 raw[row.pool_id] = own
-                _check_prefix(row, own, loaded, raw)
+                check_prefix(row, own, loaded, raw)
                 loaded[row.pool_id] = row
                 if row.name is not None and row.name in names:
                     older = loaded[names[row.name]]
@@ -391,7 +330,7 @@ class Database:
     def _remove_policy(self, pool_id: PoolId) -> None:
         for (text,) in self._rows("SELECT policy FROM policies WHERE pool_id = ?", 1, (pool_id,)):
             self._db.execute("DELETE FROM policies WHERE pool_id = ?", (pool_id,))
-            self._count(-1, -_policy(pool_id, text)[1])
+            self._count(-1, -policy_of(pool_id, text)[1])
 
     def _alter(self, pool_id: PoolId, new: Mapping[int, object]) -> None:
         """Change some columns of a pool; one that was released meanwhile stays so."""
@@ -468,50 +407,3 @@ def _is_damage(error: sqlite3.Error) -> bool:
     """What the contents are to blame for; a text that is no UTF-8 has no code of its own."""
     code = getattr(error, "sqlite_errorcode", None)
     return code is None or code & 0xFF in _DAMAGE or code & 0xFF == sqlite3.SQLITE_ERROR
-
-
-def _policy(pool_id: PoolId, text: object) -> tuple[dict[str, Any], int]:
-    """Raises Damaged."""
-    try:
-        return unseal_policy(pool_id, text)
-    except ValueError as e:
-        raise Damaged(str(e)) from e
-
-
-def _row(values: Sequence[Any], own: bytes) -> PoolRow:
-    """Raises Damaged when the tokens are not as many as the row says."""
-    pool_id, _, parent, branch_pos, prefix_len, tokens_hash, name, pin, ttl_s, auto, created_ts, last_access_ts = values
-    if len(own) % TOKEN_BYTES or not own or branch_pos + len(own) // TOKEN_BYTES != prefix_len:
-        raise Damaged(f"pool {pool_id} has {len(own)} bytes of tokens for [{branch_pos}, {prefix_len})")
-    return PoolRow(
-        pool_id=PoolId(pool_id),
-        parent=PoolId(parent),
-        branch_pos=branch_pos,
-        own=unpack_tokens(own),
-        tokens_hash=tokens_hash % (1 << 64),
-        name=name,
-        pin=bool(pin),
-        ttl_s=ttl_s,
-        auto=bool(auto),
-        created_ts=created_ts,
-        last_access_ts=last_access_ts,
-    )
-
-
-def _check_prefix(row: PoolRow, own: bytes, above: Mapping[PoolId, PoolRow], raw: Mapping[PoolId, bytes]) -> None:
-    """Compare the tokens of [0, L), put together from the ancestors, with their hash. Raises Damaged."""
-    parent = above.get(row.parent)
-    reach = parent.prefix_len if parent is not None else 0
-    if not 0 <= row.branch_pos <= reach:
-        raise Damaged(f"pool {row.pool_id} does not belong to its parent")
-    parts, end = [memoryview(own)], row.branch_pos
-    while parent is not None and end > 0:
-        if parent.branch_pos < end:
-            parts.append(memoryview(raw[parent.pool_id])[: (end - parent.branch_pos) * TOKEN_BYTES])
-            end = parent.branch_pos
-        parent = above.get(parent.parent)
-    hasher = xxhash.xxh64()
-    for part in reversed(parts):
-        hasher.update(part)
-    if hasher.intdigest() != row.tokens_hash:
-        raise Damaged(f"the tokens of pool {row.pool_id} are not those it was made of")

@@ -25,22 +25,11 @@ from typing import Any, TypeVar
 from polykv_proxy.errors import JournalFailed, JournalInUse
 from polykv_proxy.ids import PoolId
 from polykv_proxy.store import place
-from polykv_proxy.store.database import (
-    Added,
-    Bound,
-    Change,
-    Changed,
-    Damaged,
-    Database,
-    ParentMissing,
-    PolicyChanged,
-    Released,
-    Replaced,
-    Used,
-    move_into_place,
-)
+from polykv_proxy.store.changes import Added, Bound, Change, Changed, PolicyChanged, Released, Replaced, Used
+from polykv_proxy.store.database import Database, ParentMissing, move_into_place
 from polykv_proxy.store.owed import Owed
 from polykv_proxy.store.rows import JournaledPool, PoolRow
+from polykv_proxy.store.verify import Damaged
 
 log = logging.getLogger("polykv.journal")
 

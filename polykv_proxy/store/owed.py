@@ -7,7 +7,7 @@ is used again would be there twice. A pool that stays although it could not be w
 from collections.abc import Iterable, Sequence
 
 from polykv_proxy.ids import PoolId
-from polykv_proxy.store.database import Added, Change, Changed, Released
+from polykv_proxy.store.changes import Added, Change, Changed, Released
 from polykv_proxy.store.rows import JournaledPool, PoolRow
 
 

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from polykv_proxy.ids import PoolId
 from polykv_proxy.store import PoolRow
-from polykv_proxy.store.database import Database, Released
+from polykv_proxy.store.changes import Released
+from polykv_proxy.store.database import Database
 from polykv_proxy.store.rows import seal_policy
 from tests.store.make import MODEL, altered, beside, child, digest, family, left, opened, put, read, root, rows, written
 

@@ -15,7 +15,7 @@ import pytest
 from polykv_proxy.errors import JournalFailed
 from polykv_proxy.ids import PoolId
 from polykv_proxy.store import Journal, PoolRow
-from polykv_proxy.store.database import Added, Change, Released
+from polykv_proxy.store.changes import Added, Change, Released
 from tests.store.make import MODEL, child, family, left, opened, put, read, root, rows
 
 KEPT = root(1, 7, 8, name="kept")
