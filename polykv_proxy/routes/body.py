@@ -178,6 +178,9 @@ async def read_body(request: web.Request, model: type[Read], n_ctx: int | None) 
     """
     if request.headers.get("Content-Encoding", "identity").lower() != "identity":
         raise RequestError("compressed bodies are not read here")
+    n_bytes = request.content_length or 0
+    if n_bytes > request.client_max_size > 0:  # told before it is uploaded in vain
+        raise web.HTTPRequestEntityTooLarge(max_size=request.client_max_size, actual_size=n_bytes)
     raw = await request.read()
     if not raw.strip():
         raise InvalidJson("a JSON object is needed, the body is empty", position=0, line=1, column=1)
