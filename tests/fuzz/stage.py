@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
+from aiohttp import web
+
 from polykv_proxy.app import CONTROL, RELAY, serving
 from polykv_proxy.config import load_settings
 from polykv_proxy.control import CreatePool, Source
@@ -17,23 +19,19 @@ from tests.relay.raw import exchange, until
 SETTLED_S = 10.0
 
 
-class Stage:
-    """One fake engine and proxy per mode. ``errors``: what was logged as one."""
+class Loop:
+    """``start``, ``do`` and ``stop``. ``errors``: what was logged as one since it was last cleared."""
 
     def __init__(self) -> None:
-        self.urls: dict[str, str] = {}
-        self.engines: dict[str, FakeEngine] = {}
         self.errors: list[str] = []
-        self._apps: dict[str, Any] = {}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._stack = AsyncExitStack()
-        self._usual: Counter[str] = Counter()
+        self._listener = _Listener(self.errors)
 
     def start(self) -> None:
         self._thread.start()
         self.do(self._start())
-        self._listener = _Listener(self.errors)
         logging.getLogger("polykv").addHandler(self._listener)
 
     def stop(self) -> None:
@@ -45,6 +43,20 @@ class Stage:
 
     def do(self, work: Coroutine[Any, Any, Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(120)
+
+    async def _start(self) -> None:
+        raise NotImplementedError
+
+
+class Stage(Loop):
+    """One fake engine and proxy per mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.urls: dict[str, str] = {}
+        self.engines: dict[str, FakeEngine] = {}
+        self._apps: dict[str, Any] = {}
+        self._usual: Counter[str] = Counter()
 
     async def _start(self) -> None:
         for mode in ("auto", "explicit"):
@@ -69,18 +81,21 @@ class Stage:
         engine = self.engines[mode]
         engine.received.clear()
         replies = await asyncio.gather(*(exchange(self.urls[mode], request, SETTLED_S) for request in requests))
-        app = self._apps[mode]
-        relay, control = app[RELAY], app[CONTROL]
-
-        def left() -> list[object]:
-            counts = relay.n_running, relay.n_floating, relay.desk.n_waiting, relay.backlog.n_waiting
-            counts += relay.backlog.n_bytes, control.slots.n_held, control.slots.n_waiting, control.sessions.n_running
-            busy = [slot.id for slot in engine.slots if slot.state != "idle"]
-            return [*(n for n in counts if n), *busy]
-
-        await until(lambda: not left(), SETTLED_S)
+        await until(lambda: not at_work(self._apps[mode]) and not busy_slots(engine), SETTLED_S)
         await until(lambda: not tasks() - self._usual, SETTLED_S)
         return replies
+
+
+def at_work(app: web.Application) -> list[int]:
+    """What is not zero of all that counts requests."""
+    relay, control = app[RELAY], app[CONTROL]
+    counts = [relay.n_running, relay.n_floating, relay.desk.n_waiting, relay.backlog.n_waiting, relay.backlog.n_bytes]
+    counts += [control.slots.n_held, control.slots.n_waiting, control.sessions.n_running]
+    return [n for n in counts if n]
+
+
+def busy_slots(engine: FakeEngine) -> list[int]:
+    return [slot.id for slot in engine.slots if slot.state != "idle"]
 
 
 def tasks() -> Counter[str]:
