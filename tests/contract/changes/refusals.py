@@ -117,6 +117,7 @@ async def framing(lab: Lab) -> bool:
         get("host:443", method="CONNECT"),
         models().replace(b"HTTP/1.1", b"HTTP/2.0"),
         models().replace(b"Host: localhost\r\n", b""),
+        chat() + b"\0",
         post("/x", b"", "Transfer-Encoding: gzip, chunked\r\n").replace(b"Content-Length: 0\r\n", b""),
     ]
     return all([await refused(lab, request, "invalid_request", 400) for request in unclear])
