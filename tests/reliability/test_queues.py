@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import sys
 from typing import Any
 
 import orjson
@@ -12,10 +13,12 @@ from polykv_proxy.relay.backlog import Place
 from polykv_proxy.relay.connection import Connection
 from polykv_proxy.relay.dialects import Call
 from polykv_proxy.relay.turn import TurnRelay
+from tests.engine.restarts import clean_env
 from tests.fake_engine import FakeEngine, Hold
 from tests.relay.conftest import Proxy
 from tests.relay.raw import connected, until
 from tests.reliability.conftest import leave_nothing, many_files, post_json
+from tests.store.make import read
 
 CHAT = "/v1/chat/completions"
 N_QUEUED, N_SLOTS = 2000, 4
@@ -144,6 +147,22 @@ async def test_a_refusal_is_in_the_dialect_of_the_client(
         assert (answer[2].get("type") == "error") == (path == "/v1/messages")
     assert (await proxy.client.get("/polykv/requests")).json()["requests"][0]["error"] == "queue_full"
     await leave_nothing(proxy)
+
+
+async def test_the_proxy_may_open_as_many_files_as_the_system_allows(engine: FakeEngine) -> None:
+    """The usual soft limit is less than who may wait here, and then not even the engine could be asked."""
+    serve = f"{sys.executable} -m polykv_proxy.cli serve --json --upstream {engine.url} --port 0 --state :memory:"
+    command, pipe, nowhere = f"ulimit -Sn 200; exec {serve}", asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
+    process = await asyncio.create_subprocess_exec("sh", "-c", command, stdout=pipe, stderr=nowhere, env=clean_env())
+    try:
+        assert process.stdout is not None
+        assert await asyncio.wait_for(process.stdout.readline(), 60)
+        (limits,) = [line for line in read(f"/proc/{process.pid}/limits").splitlines() if line.startswith(b"Max open")]
+        soft, hard = limits.split()[3:5]
+        assert soft == hard
+    finally:
+        process.terminate()
+        await process.communicate()
 
 
 @pytest.mark.parametrize("leaves", [False, True])
