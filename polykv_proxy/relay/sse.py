@@ -30,6 +30,7 @@ _TELLING = re.compile(
     rb'"finish_reason"\s*:\s*"|"stop"\s*:\s*true|"usage"\s*:\s*\{|"timings"\s*:\s*\{|"error"\s*:\s*\{'
     rb"|event: ?(?:message_start|message_delta|message_stop|response\.completed|error)|\[DONE\]"
 )
+_LINE_END = re.compile(rb"[\r\n]")
 _TAIL = re.compile(rb"\}[ \t]*+\Z")
 _MAX_LINE = 64 << 20
 
@@ -126,7 +127,10 @@ class SseReader:
         out.append(line[n_sent:])
 
     def _note_start(self, text: bytes) -> None:
-        self.started = b"data:" in text and b'"prompt_progress"' not in text
+        """One line or more; of several it takes one that tells of a token."""
+        self.started = any(
+            line.startswith(b"data:") and b'"prompt_progress"' not in line for line in _LINE_END.split(text)
+        )
 
     def _read(self, line: bytes) -> int | None:
         """Learn from a data line. Gives where the object would be inserted if this is the carrier."""

@@ -165,6 +165,28 @@ def test_progress_is_not_the_first_token() -> None:
     assert reader.started
 
 
+PROGRESS = b'data: {"choices":[{"finish_reason":null}],"prompt_progress":{"total":9}}\n\n'
+TOKEN = b'data: {"choices":[{"finish_reason":null,"delta":{"content":"a"}}]}\n\n'
+
+
+@pytest.mark.parametrize(
+    ("stream", "started"),
+    [
+        (PROGRESS + TOKEN, True),
+        (b"\r" + TOKEN, True),
+        (PROGRESS, False),
+        (b": data: x\n\n", False),
+        (b"xdata: {}\n\n", False),
+    ],
+)
+def test_the_first_token_is_seen_wherever_pieces_are_cut(stream: bytes, started: bool) -> None:
+    for size in (1, 7, len(stream)):
+        reader = SseReader(Dialect.CHAT)
+        for at in range(0, len(stream), size):
+            reader.feed(stream[at : at + size])
+        assert reader.started is started
+
+
 def test_rate_and_pool_share_come_from_timings_and_zero_is_a_fact() -> None:
     reader = SseReader(Dialect.NATIVE)
     reader.feed(
