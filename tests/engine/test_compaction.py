@@ -1,10 +1,15 @@
 """Compaction by re-fork on the real engine: four sessions talk on a working pool, which a shorter one replaces while
-they go on. Nobody's request fails, cells go down, and each next turn has the new pool in full.
+they go on. Nobody's request fails, every answer is that of a full prefill, cells go down, and each next turn has the
+new pool in full: ordered in one call, by the command, or in two steps by hand.
 """
 
+import json
+import random
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +19,7 @@ import pytest
 from .binaries import binary_path
 from .noise import Noise
 from .stack import ProxyStack
-from .test_parked_sessions import EXACT
+from .test_parked_sessions import CLEAR_NATS, EXACT
 from .tiny_models import tiny_model_path
 
 pytestmark = pytest.mark.engine
@@ -31,13 +36,12 @@ def stack(
     """What is said on the old pool once it is gone does not become a pool again, and nobody leaves the cache."""
     dir_ = tmp_path_factory.mktemp("compaction")
     model = chat_model if request.param == "chat" else tiny_model_path("dense", chat_model)
-    exact = EXACT if request.param == "dense" else ()
     settings = dir_ / "polykv.toml"
     settings.write_text("auto_pool_min_tokens = 0\nwarm_after_s = 0\n")
     with ProxyStack(
         binary_path("patched"),
         model,
-        *exact,
+        *EXACT,
         "--no-cache-idle-slots",
         log_dir=dir_,
         up_args=("--config", str(settings)),
@@ -83,6 +87,7 @@ class Crowd:
     def __init__(self, stack: ProxyStack, prompts: dict[str, list[int]]) -> None:
         self._stack, self._left = stack, threading.Event()
         self.n_turns: dict[str, int] = dict.fromkeys(prompts, 0)
+        self.said: list[tuple[list[int], list[int]]] = []
         self.errors: list[str] = []
         self._threads = [threading.Thread(target=self._talk, args=item) for item in prompts.items()]
         for thread in self._threads:
@@ -92,6 +97,7 @@ class Crowd:
         while not self._left.is_set():
             try:
                 told = turn(self._stack, prompt, session)
+                self.said.append((prompt, told["tokens"]))
                 prompt = [*prompt, *told["tokens"]]
                 self.n_turns[session] += 1
             except Exception as error:
@@ -111,13 +117,50 @@ class Crowd:
             thread.join(120)
 
 
-def test_four_sessions_go_on_behind_a_shorter_pool(stack: ProxyStack, noise: Noise) -> None:
+def assert_right(stack: ProxyStack, prompt: list[int], tokens: list[int]) -> None:
+    """These are the tokens of a full prefill; or where they first differ two were as good as equally likely."""
+    alone = turn(stack, prompt, "alone", cache_prompt=False, n_probs=2)
+    assert alone["timings"]["cache_n"] == 0
+    if tokens != alone["tokens"]:
+        at = next(i for i, (one, other) in enumerate(zip(tokens, alone["tokens"], strict=True)) if one != other)
+        first, second = (top["logprob"] for top in alone["completion_probabilities"][at]["top_logprobs"])
+        assert first - second < CLEAR_NATS, f"token {at} of {tokens} is not that of {alone['tokens']}"
+
+
+def in_one_call(stack: ProxyStack, short: list[int], _: Path) -> dict[str, Any]:
+    return post(stack, "/polykv/pools/work/compact", ancestor="trunk", tokens=short)
+
+
+def by_command(stack: ProxyStack, short: list[int], dir_: Path) -> dict[str, Any]:
+    file = dir_ / "short.json"
+    file.write_text(json.dumps(short))
+    command = [
+        sys.executable,
+        "-m",
+        "polykv_proxy.cli",
+        "compact",
+        "work",
+        "--ancestor",
+        "trunk",
+        "--tokens",
+        str(file),
+    ]
+    done = subprocess.run([*command, "--url", stack.url, "--json"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    told: dict[str, Any] = json.loads(done.stdout)
+    return told
+
+
+@pytest.mark.parametrize("order", [in_one_call, pytest.param(by_command, marks=pytest.mark.slow)])
+def test_four_sessions_go_on_behind_a_shorter_pool(
+    stack: ProxyStack, noise: Noise, tmp_path: Path, order: Callable[[ProxyStack, list[int], Path], dict[str, Any]]
+) -> None:
     trunk = noise(1, TRUNK_LEN)
     work = trunk + noise(2, WORK_LEN - TRUNK_LEN)
     short = trunk + noise(3, SHORT_LEN - TRUNK_LEN)
-    post(stack, "/polykv/pools", tokens=trunk, name="trunk")
+    root = post(stack, "/polykv/pools", tokens=trunk, name="trunk")
     old = post(stack, "/polykv/pools/trunk/fork", tokens=work, name="work", pin=True)
-    talks = {f"agent-{i}": work + noise(10 + i, SUFFIX_LEN) for i in range(N_SESSIONS)}
+    talks = {f"{order.__name__}-{i}": work + noise(10 + i, SUFFIX_LEN) for i in range(N_SESSIONS)}
     for session, prompt in talks.items():
         assert turn(stack, prompt, session)["polykv"]["pool_id"] == old["pool_id"]
     before = settled_cells(stack)
@@ -125,7 +168,7 @@ def test_four_sessions_go_on_behind_a_shorter_pool(stack: ProxyStack, noise: Noi
 
     crowd = Crowd(stack, talks)
     crowd.wait_for_turns(1)
-    answer = post(stack, "/polykv/pools/work/compact", ancestor="trunk", tokens=short)
+    answer = order(stack, short, tmp_path)
     crowd.wait_for_turns(1 + max(crowd.n_turns.values()))
     crowd.leave()
     assert crowd.errors == [], "no request fails meanwhile"
@@ -139,14 +182,44 @@ def test_four_sessions_go_on_behind_a_shorter_pool(stack: ProxyStack, noise: Noi
         receipt, timings = told["polykv"], told["timings"]
         assert (receipt["pool_id"], receipt["miss_reason"]) == (answer["pool_id"], None)
         assert (timings["cache_n"], timings["prompt_n"]) == (SHORT_LEN, 20)
+        crowd.said.append((short + noise(20 + i, 20), told["tokens"]))
     after = settled_cells(stack)
     assert after <= before - n_old
     assert after == SHORT_LEN + N_SESSIONS * (20 + N_ANSWER - 1)
     names = {pool["name"]: pool["pinned"] for pool in shown(stack)["pools"] if not pool["auto"]}
     assert names == {"trunk": False, "work": True}
 
-    # As right as without any pool.
-    prompt = short + noise(30, 20)
-    pooled, alone = turn(stack, prompt, "checker"), turn(stack, prompt, "alone", cache_prompt=False)
-    assert (pooled["timings"]["cache_n"], alone["timings"]["cache_n"]) == (SHORT_LEN, 0)
-    assert pooled["tokens"] == alone["tokens"]
+    # As right as without any pool, also what was said meanwhile.
+    for prompt, tokens in random.Random(1).sample(crowd.said, min(24, len(crowd.said))):
+        assert_right(stack, prompt, tokens)
+    stack.http.delete(f"/polykv/pools/{root['pool_id']}?recursive=true").raise_for_status()
+
+
+def test_the_two_steps_by_hand(stack: ProxyStack, noise: Noise) -> None:
+    """Fork the ancestor, name the new pool from the next turn on, release the old one when the last has moved."""
+    trunk = noise(1, TRUNK_LEN)
+    work = trunk + noise(2, WORK_LEN - TRUNK_LEN)
+    short = trunk + noise(3, SHORT_LEN - TRUNK_LEN)
+    root = post(stack, "/polykv/pools", tokens=trunk, name="trunk")
+    old = post(stack, "/polykv/pools/trunk/fork", tokens=work, name="work")
+    talks = {f"by-hand-{i}": work + noise(10 + i, SUFFIX_LEN) for i in range(N_SESSIONS)}
+    for session, prompt in talks.items():
+        assert turn(stack, prompt, session, pool_id="work")["polykv"]["pool_id"] == old["pool_id"]
+    before = settled_cells(stack)
+
+    new = post(stack, "/polykv/pools/trunk/fork", tokens=short, name="short")
+    said = []
+    for i, session in enumerate(talks):
+        prompt = short + noise(20 + i, 20)
+        told = turn(stack, prompt, session, pool_id="short")
+        assert (told["polykv"]["pool_id"], told["timings"]["cache_n"]) == (new["pool_id"], SHORT_LEN)
+        assert stack.http.get(f"/polykv/sessions/{session}").json()["pool_id"] == new["pool_id"]
+        said.append((prompt, told["tokens"]))
+    freed = stack.http.delete("/polykv/pools/work").raise_for_status().json()
+    assert freed["freed_now"]["kv_cells"] == WORK_LEN - TRUNK_LEN
+    after = settled_cells(stack)
+    assert after <= before - (WORK_LEN - TRUNK_LEN)
+    assert after == SHORT_LEN + N_SESSIONS * (20 + N_ANSWER - 1)
+    for prompt, tokens in said:
+        assert_right(stack, prompt, tokens)
+    stack.http.delete(f"/polykv/pools/{root['pool_id']}?recursive=true").raise_for_status()
