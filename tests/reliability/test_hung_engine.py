@@ -171,7 +171,7 @@ async def until_capacity(proxy: Proxy, expected: tuple[bool, str]) -> None:
 async def test_frozen_counters_never_open_the_gate_and_other_traffic_flows_on(
     engine: FakeEngine, proxy: Proxy, monkeypatch: pytest.MonkeyPatch, ts_goes_on: bool
 ) -> None:
-    monkeypatch.setattr(measured, "STALE_AFTER_S", 1.5)
+    monkeypatch.setattr(measured, "STALE_AFTER_S", 2.5)
     engine.token_s = 0.01
     await made(proxy, prompt=ROOT, name="root")
     await made(proxy, prompt="Another pool, which has no policy.", name="free")
@@ -200,7 +200,7 @@ async def test_an_old_answer_of_an_engine_at_rest_opens_it_no_more(
     engine: FakeEngine, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A cache in between gives the same one for ever."""
-    monkeypatch.setattr(measured, "STALE_AFTER_S", 1.0)
+    monkeypatch.setattr(measured, "STALE_AFTER_S", 2.0)
     await made(proxy, prompt=ROOT, name="root")
     await set_policy(proxy, target_tps_per_session=0.001, guarantee_min_sessions=0, settle_max_ms=0)
     await until_capacity(proxy, (True, "ok"))
