@@ -53,12 +53,14 @@ SCRIPT: list[list[tuple[str, dict[str, Any]]]] = [
 
 
 class Planner(AgentMiddleware[Any, Any, Any]):
-    """Calls what the script says, one step a turn; then the model is asked."""
+    """Calls what the script says, one step a turn; then the model is asked about the answers, and nothing else."""
 
     def wrap_model_call(self, request: ModelRequest[Any], handler: Callable[[ModelRequest[Any]], Any]) -> Any:
         step = sum(isinstance(each, AIMessage) for each in request.messages)
         if step >= len(SCRIPT):
-            return handler(request)
+            answers = [m.text for m in request.messages if isinstance(m, ToolMessage) and m.name == "ask"]
+            question = HumanMessage("Say in one sentence what these reviews found:\n" + "\n".join(answers))
+            return handler(request.override(messages=[question], tools=[]))
         calls = [{"name": name, "args": args, "id": f"{step}.{n}"} for n, (name, args) in enumerate(SCRIPT[step])]
         return AIMessage("", tool_calls=calls)
 
