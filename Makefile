@@ -10,7 +10,7 @@ PYTHON ?= $(firstword $(foreach p,python3 python3.13 python3.12 python3.11,$(she
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
-.PHONY: help install engine demo up test test-all conformance lint format check-patches check-containers bench clean
+.PHONY: help install engine demo up test test-all soak conformance lint format check-patches check-containers bench clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -44,6 +44,9 @@ test: install .test-setup  ## every test except the slow ones (ARGS=… for pyte
 test-all: install .test-setup  ## every test (ARGS=… for pytest)
 	@$(BIN)/python -m pytest $(ARGS)
 
+soak: install .test-setup  ## thirty minutes of everything at once, and what is left of it (ARGS='--minutes 5' for less)
+	@$(BIN)/python -m benchmarks.soak $(ARGS)
+
 conformance: install .test-setup  ## the official clients and llama.cpp's own tests through the proxy (ARGS=… for python -m conformance)
 	@$(BIN)/python -m conformance $(ARGS)
 
@@ -69,7 +72,7 @@ check-patches: install  ## apply the patch series without fuzz, export it again,
 
 bench: install .test-setup  ## the benchmarks, one after the other
 	@for script in $$(grep -l '^if __name__ == "__main__"' benchmarks/*.py); do \
-		name=$$(basename "$$script" .py); echo "== $$name"; $(BIN)/python -m "benchmarks.$$name"; done
+		name=$$(basename "$$script" .py); if [ "$$name" = soak ]; then continue; fi; echo "== $$name"; $(BIN)/python -m "benchmarks.$$name"; done
 
 clean:  ## remove .venv and caches of the checkout (the per-user cache stays)
 	@rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
