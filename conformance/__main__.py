@@ -6,13 +6,14 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from conformance import clients, upstream
 from conformance.hub import write_hub
 from conformance.page import page
 from conformance.server import ARMS
-from conformance.suite import CannotRunError, Suite
+from conformance.suite import CannotRunError, Suite, nursing
 from conformance.upstream import Found
 from polykv_proxy.engine.source import BASE, pinned_tree
 from tests.engine.binaries import binary_path
@@ -99,16 +100,17 @@ def run(options: argparse.Namespace, folder: Path) -> int:
         )
     if files := [name for name in wanted if name != SCENARIOS]:
         write_hub(suite.hub)
-        found["upstream"] = upstream.compare(
-            suite,
-            files,
-            options.arms,
-            folder,
-            say,
-            keyword=options.keyword,
-            n_jobs=options.jobs,
-            store=options.resume,
-        )
+        with nursing(folder) as nursery:
+            found["upstream"] = upstream.compare(
+                replace(suite, nursery=nursery),
+                files,
+                options.arms,
+                folder,
+                say,
+                keyword=options.keyword,
+                n_jobs=options.jobs,
+                store=options.resume,
+            )
     if is_whole(options):
         PAGE.write_text(page(found["upstream"], found[SCENARIOS], commit=BASE, versions=clients.versions()))
         say(f"written: {PAGE}")

@@ -36,7 +36,7 @@ def serving(suite: Suite, arm: str, logs: Path) -> Iterator[str]:
     """
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-c", f"from {server.__name__} import main; raise SystemExit(main())", arm]
+    command = [sys.executable, "-m", server.__name__, arm]
     command += ["--port", str(port), "--host", "127.0.0.1", "--model", str(chat_model_path()), "--threads", "1", *FLAGS]
     command += ["--chat-template-file", str(suite.upstream / TEMPLATE)]
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("POLYKV_", "LLAMA_"))}

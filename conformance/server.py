@@ -17,9 +17,9 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
-from types import FrameType
+from collections.abc import Callable, Sequence
 
+from conformance.nursery import Forked
 from tests.engine.harness import bound_to_this_process, free_port
 
 ARMS = {"stock": "stock", "patched-off": "patched", "patched": "patched", "proxy": "patched", "proxy-stock": "stock"}
@@ -28,6 +28,9 @@ ARMS = {"stock": "stock", "patched-off": "patched", "patched": "patched", "proxy
 N_POOLS = 4
 _N_EXTRA_SEQ = 2
 """Sequences that the engine adds to slots and pools: the service slot's and a spare one."""
+
+MODEL_FLAGS = {"--model", "--hf-repo", "--model-url"}
+IsEnded = Callable[[], bool]
 
 BOUND = bound_to_this_process()
 """Should we be killed, our children end."""
@@ -58,8 +61,10 @@ def padded(n: int) -> int:
 def with_pools(arguments: Sequence[str]) -> list[str]:
     """The same server with pools; every slot keeps its context.
 
-    Without ``--parallel`` llama-server takes a unified cache by itself.
+    Without ``--parallel`` llama-server takes a unified cache by itself. Without a model it is a router, which has none.
     """
+    if not MODEL_FLAGS & set(arguments):
+        return list(arguments)
     pools = ["--polykv-max-pools", str(N_POOLS)]
     n_ctx, n_slots = value_of(arguments, "--ctx-size"), value_of(arguments, "--parallel")
     if "--kv-unified" in arguments or n_slots is None:
@@ -71,39 +76,44 @@ def with_pools(arguments: Sequence[str]) -> list[str]:
     return [*without(arguments, "--ctx-size"), "--ctx-size", str(n_ctx_all), *pools]
 
 
-def run_behind_proxy(binary: str, arguments: Sequence[str], *, pools: bool) -> int:
+def run_behind_proxy(binary: str, arguments: Sequence[str], is_ended: IsEnded, *, pools: bool) -> int:
     port, key = value_of(arguments, "--port"), value_of(arguments, "--api-key")
     host = value_of(arguments, "--host") or "127.0.0.1"
     engine_port = another_port(port)
     inner = [*without(arguments, "--port", "--host"), "--port", str(engine_port), "--host", "127.0.0.1"]
     upstream = f"http://127.0.0.1:{engine_port}"
     keys = {"POLYKV_UPSTREAM_API_KEY": key, "POLYKV_API_KEY": key} if key else {}
-    serve = [sys.executable, "-m", "polykv_proxy.cli", "serve", "--upstream", upstream, "--port", str(port)]
-    serve += ["--host", host, "--state", ":memory:"]
-    engine = [binary, *(with_pools(inner) if pools else inner)]
+    serve = ["serve", "--upstream", upstream, "--port", str(port), "--host", host, "--state", ":memory:"]
     # The port of llama-server on a prediction platform, which goes before its flag.
     own_port = {"AIP_HTTP_PORT": str(engine_port)} if "AIP_HTTP_PORT" in os.environ else {}
-    children = [subprocess.Popen([*BOUND, *engine], env=os.environ | own_port)]
+    told: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: told.append(number))
 
-    def stop(_signal: int, _frame: FrameType | None) -> None:
-        for child in children:
-            child.terminate()
+    def proxy() -> None:
+        from polykv_proxy.cli import main as polykvctl
 
-    signal.signal(signal.SIGTERM, stop)
-    while children[0].poll() is None and not is_healthy(upstream):
-        time.sleep(0.05)
-    if children[0].poll() is None:
-        children.append(subprocess.Popen([*BOUND, *serve], env=os.environ | keys))
-    while all(child.poll() is None for child in children):
-        time.sleep(0.05)
-    stop(signal.SIGTERM, None)
-    end_s = time.monotonic() + _STOP_WITHIN_S
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.environ.update(keys)
+        sys.argv = ["polykvctl", *serve]
+        polykvctl()
+
+    children: list[subprocess.Popen[bytes] | Forked] = []
+    engine = [*BOUND, binary, *(with_pools(inner) if pools else inner)]
+    children.append(subprocess.Popen(engine, env=os.environ | own_port))
+    while not told and not is_ended() and all(child.poll() is None for child in children):
+        if len(children) == 1 and is_healthy(upstream):
+            children.append(Forked(proxy))
+        time.sleep(0.03)
     for child in children:
-        try:
-            child.wait(max(0.0, end_s - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            child.kill()
-    return max(abs(child.wait()) for child in children)
+        child.terminate()
+    end_s = time.monotonic() + _STOP_WITHIN_S
+    while any(child.poll() is None for child in children) and time.monotonic() < end_s:
+        time.sleep(0.01)
+    for child in children:
+        child.kill()
+    while any(child.poll() is None for child in children):
+        time.sleep(0.01)
+    return max(abs(child.returncode or 0) for child in children)
 
 
 def another_port(taken: str | None) -> int:
@@ -121,9 +131,9 @@ def is_healthy(url: str) -> bool:
         return False
 
 
-def main() -> int:
-    """Become the server that ``ARM ARGUMENTS...`` asks for."""
-    arm, *arguments = sys.argv[1:]
+def main(given: Sequence[str] | None = None, is_ended: IsEnded = lambda: False) -> int:
+    """Become the server that ``ARM ARGUMENTS...`` asks for. ``is_ended``: whether it should stop, beside SIGTERM."""
+    arm, *arguments = given or sys.argv[1:]
     binary = os.environ["CONFORMANCE_BINARY"]
     if arm == "patched":
         arguments = with_pools(arguments)
@@ -132,4 +142,8 @@ def main() -> int:
     if not arm.startswith("proxy"):
         command = [*BOUND, binary, *arguments]
         os.execvp(command[0], command)
-    return run_behind_proxy(binary, arguments, pools=arm == "proxy")
+    return run_behind_proxy(binary, arguments, is_ended, pools=arm == "proxy")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

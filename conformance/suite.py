@@ -3,25 +3,21 @@
 import contextlib
 import os
 import random
+import shlex
 import shutil
 import socket
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from conformance import server
+from conformance import nursery, server
 
 TEST_TIMEOUT_S = 300
 NOWHERE = "http://127.0.0.1:9"
 """A hub that is not there, so that nobody waits for one."""
-
-LAUNCHER = """#!/bin/sh
-exec {python} -c 'from {module} import main; raise SystemExit(main())' {arm} "$@"
-"""
-
 
 ENGLISH_FILES = frozenset({"test_chat_completion", "test_completion"})
 """Files of which more tests pass with a model that writes English."""
@@ -58,6 +54,36 @@ class Suite:
     upstream: Path
     hub: Path
     binaries: dict[str, Path]
+    nursery: Path = Path()
+
+    def launcher_of(self, arm: str) -> str:
+        """A script in the place of the server binary."""
+        if arm == "stock":
+            command = [*server.BOUND, str(self.binaries["stock"])]
+        elif arm.startswith("proxy"):
+            command = [sys.executable, "-SEc", nursery.LAUNCHER, str(self.nursery), arm]
+        else:
+            command = [sys.executable, "-m", server.__name__, arm]
+        return f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n'
+
+
+@contextlib.contextmanager
+def nursing(folder: Path) -> Iterator[Path]:
+    """A process that forks proxies, and the socket at which it is asked for them.
+
+    Raises:  CannotRunError
+    """
+    at = folder / "nursery"
+    command = [*server.BOUND, sys.executable, "-m", nursery.__name__, str(at)]
+    root = Path(__file__).resolve().parent.parent
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, cwd=root) as process:
+        assert process.stdout is not None
+        try:
+            if not process.stdout.readline():
+                raise CannotRunError("the process that forks proxies did not start")
+            yield at
+        finally:
+            process.terminate()
 
 
 def lay_out(suite: Suite, folder: Path) -> Path:
@@ -79,7 +105,7 @@ def run(
     """
     logs.mkdir(parents=True)
     launcher = logs / "llama-server"
-    launcher.write_text(LAUNCHER.format(python=sys.executable, module=server.__name__, arm=arm))
+    launcher.write_text(suite.launcher_of(arm))
     launcher.chmod(0o755)
     results = logs / "results.xml"
     root = Path(__file__).resolve().parent.parent

@@ -1,5 +1,6 @@
 """The server under test, given by the environment, and what a reply through the proxy must tell beside the answer."""
 
+import json
 import os
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -21,7 +22,7 @@ SYSTEM = "You work at the front desk of a library. Answer in one short sentence.
 WEATHER: dict[str, Any] = {
     "type": "object",
     "properties": {
-        "city": {"type": "string", "enum": ["Paris", "Rome", "Oslo", "Bonn"]},
+        "city": {"type": "string"},
         "unit": {"type": "string", "enum": ["c", "f"]},
     },
     "required": ["city", "unit"],
@@ -31,6 +32,12 @@ TOOL: Any = {
     "function": {"name": "get_weather", "description": "The weather in a city.", "parameters": WEATHER},
 }
 ANTHROPIC_TOOL: Any = {"name": "get_weather", "description": "The weather in a city.", "input_schema": WEATHER}
+
+
+def call_for(city: str) -> str:
+    """What makes a model of 135 M parameters call the tool: it repeats the call."""
+    call = json.dumps({"name": "get_weather", "arguments": {"city": city, "unit": "c"}})
+    return f"Say exactly this: <tool_call>\n{call}\n</tool_call>"
 
 
 def chat(question: str = "Which shelf is open on Monday?") -> list[Any]:

@@ -6,7 +6,7 @@ from typing import Any
 import anthropic
 import pytest
 
-from conformance.scenarios.conftest import ANTHROPIC_TOOL, SYSTEM, Told
+from conformance.scenarios.conftest import ANTHROPIC_TOOL, SYSTEM, Told, call_for
 
 ASKED: Any = {
     "model": "smol",
@@ -14,6 +14,8 @@ ASKED: Any = {
     "messages": [{"role": "user", "content": "Which shelf is open on Monday?"}],
     "extra_body": {"temperature": 0},  # newer models of Anthropic's own take none, so the client has no argument for it
 }
+
+CALLED: Any = ASKED | {"messages": [{"role": "user", "content": call_for("Paris")}]}
 
 
 def text_of(message: Any) -> str:
@@ -64,19 +66,19 @@ def test_stop_sequences(claude: anthropic.Anthropic) -> None:
 
 
 def test_a_tool_call(claude: anthropic.Anthropic, told: Told) -> None:
-    reply = claude.messages.create(**ASKED, max_tokens=200, tools=[ANTHROPIC_TOOL], tool_choice={"type": "any"})
+    reply = claude.messages.create(**CALLED, max_tokens=60, tools=[ANTHROPIC_TOOL], tool_choice={"type": "any"})
     assert reply.stop_reason == "tool_use"
     (call,) = [block for block in reply.content if block.type == "tool_use"]
     assert call.name == "get_weather"
-    assert set(call.input) == {"city", "unit"}
+    assert call.input == {"city": "Paris", "unit": "c"}
     told.of(reply.model_extra, "tools")
 
 
 def test_a_tool_call_streamed(claude: anthropic.Anthropic) -> None:
-    with claude.messages.stream(**ASKED, max_tokens=200, tools=[ANTHROPIC_TOOL], tool_choice={"type": "any"}) as stream:
+    with claude.messages.stream(**CALLED, max_tokens=60, tools=[ANTHROPIC_TOOL], tool_choice={"type": "any"}) as stream:
         final = stream.get_final_message()
     (call,) = [block for block in final.content if block.type == "tool_use"]
-    assert set(call.input) == {"city", "unit"}
+    assert call.input == {"city": "Paris", "unit": "c"}
 
 
 def test_the_answer_of_a_tool(claude: anthropic.Anthropic) -> None:

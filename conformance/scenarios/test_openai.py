@@ -7,7 +7,7 @@ import openai
 import pydantic
 import pytest
 
-from conformance.scenarios.conftest import SYSTEM, TOOL, Told, chat
+from conformance.scenarios.conftest import SYSTEM, TOOL, Told, call_for, chat
 
 MODEL = "smol"
 GREEDY: Any = {"model": MODEL, "temperature": 0}
@@ -139,21 +139,21 @@ def test_several_choices(client: openai.OpenAI) -> None:
 
 def test_a_tool_call(client: openai.OpenAI, told: Told) -> None:
     reply = client.chat.completions.create(
-        **GREEDY, messages=chat("The weather in Paris?"), tools=[TOOL], tool_choice="required", max_tokens=200
+        **GREEDY, messages=chat(call_for("Paris")), tools=[TOOL], tool_choice="required", max_tokens=60
     )
     assert reply.choices[0].finish_reason == "tool_calls"
     (call,) = reply.choices[0].message.tool_calls or []
     assert call.type == "function"
     assert call.id
     assert call.function.name == "get_weather"
-    assert set(json.loads(call.function.arguments)) == {"city", "unit"}
+    assert json.loads(call.function.arguments) == {"city": "Paris", "unit": "c"}
     told.of(reply.model_extra, "tools")
 
 
 def test_a_tool_by_name(client: openai.OpenAI) -> None:
     choice: Any = {"type": "function", "function": {"name": "get_weather"}}
     reply = client.chat.completions.create(
-        **GREEDY, messages=chat("The weather in Oslo?"), tools=[TOOL], tool_choice=choice, max_tokens=200
+        **GREEDY, messages=chat(call_for("Oslo")), tools=[TOOL], tool_choice=choice, max_tokens=60
     )
     assert reply.choices[0].message is not None
 
@@ -162,17 +162,17 @@ def test_a_tool_call_streamed(client: openai.OpenAI) -> None:
     """The pieces of the arguments add up, and only the first has a name."""
     stream = client.chat.completions.create(
         **GREEDY,
-        messages=chat("The weather in Rome?"),
+        messages=chat(call_for("Rome")),
         tools=[TOOL],
         tool_choice="required",
-        max_tokens=200,
+        max_tokens=60,
         stream=True,
     )
     deltas = [call for chunk in stream for choice in chunk.choices for call in choice.delta.tool_calls or []]
     names = [call.function.name for call in deltas if call.function and call.function.name]
     assert names == ["get_weather"]
     arguments = "".join(call.function.arguments or "" for call in deltas if call.function)
-    assert set(json.loads(arguments)) == {"city", "unit"}
+    assert json.loads(arguments) == {"city": "Rome", "unit": "c"}
 
 
 def test_the_answer_of_a_tool(client: openai.OpenAI, told: Told) -> None:

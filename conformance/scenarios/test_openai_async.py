@@ -5,7 +5,7 @@ from typing import Any
 
 import openai
 
-from conformance.scenarios.conftest import SYSTEM, TOOL, Told, chat
+from conformance.scenarios.conftest import SYSTEM, TOOL, Told, call_for, chat
 
 GREEDY: Any = {"model": "smol", "temperature": 0}
 
@@ -56,7 +56,7 @@ async def test_a_request_that_is_cancelled(aclient: openai.AsyncOpenAI, told: To
 
 async def test_the_clients_streaming_helper_with_tools(aclient: openai.AsyncOpenAI) -> None:
     async with aclient.chat.completions.stream(
-        **GREEDY, messages=chat("The weather in Bonn?"), tools=[TOOL], tool_choice="required", max_tokens=200
+        **GREEDY, messages=chat(call_for("Bonn")), tools=[TOOL], tool_choice="required", max_tokens=60
     ) as stream:
         kinds = [event.type async for event in stream]
     assert "tool_calls.function.arguments.done" in kinds

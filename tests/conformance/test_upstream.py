@@ -10,6 +10,7 @@ from conformance.server import ARMS, N_POOLS, with_pools, without
 from conformance.suite import Outcome, Suite
 from conformance.upstream import Arm, Found, compare_file, judged, remembered, set_aside
 
+MODEL = ["--hf-repo", "owner/name"]
 POOLS = ["--polykv-max-pools", str(N_POOLS)]
 CUT = "test_completion::test_completion_unified[256-4-n_predict_vals1-expected_success1]"
 LISTING = """    for res in results:
@@ -24,24 +25,29 @@ PASSED = Outcome("passed")
 
 @pytest.mark.parametrize("arguments", [["--kv-unified", "--ctx-size", "256", "--parallel", "4"], ["--ctx-size", "256"]])
 def test_a_unified_cache_is_left_as_the_test_wants_it(arguments: list[str]) -> None:
-    assert with_pools(arguments) == [*arguments, *POOLS]
+    assert with_pools([*MODEL, *arguments]) == [*MODEL, *arguments, *POOLS]
 
 
 @pytest.mark.parametrize(
     ("n_ctx", "n_slots", "n_ctx_slot"), [(512, 2, 256), (256, 4, 256), (1024, 2, 512), (900, 3, 512)]
 )
 def test_a_split_cache_stays_split_and_grows_by_what_pools_take(n_ctx: int, n_slots: int, n_ctx_slot: int) -> None:
-    arguments = ["--ctx-size", str(n_ctx), "--jinja", "--parallel", str(n_slots)]
+    arguments = [*MODEL, "--ctx-size", str(n_ctx), "--jinja", "--parallel", str(n_slots)]
     n_sequences = n_slots + N_POOLS + 2
     assert with_pools(arguments) == [
-        *["--jinja", "--parallel", str(n_slots), "--ctx-size", str(n_ctx_slot * n_sequences)],
+        *[*MODEL, "--jinja", "--parallel", str(n_slots), "--ctx-size", str(n_ctx_slot * n_sequences)],
         *POOLS,
     ]
 
 
 def test_a_split_cache_of_unknown_size_is_refused() -> None:
     with pytest.raises(SystemExit, match="a split cache without --ctx-size"):
-        with_pools(["--parallel", "2"])
+        with_pools([*MODEL, "--parallel", "2"])
+
+
+def test_a_router_has_no_pools() -> None:
+    arguments = ["--parallel", "1", "--ctx-size", "1024", "--models-max", "2"]
+    assert with_pools(arguments) == arguments
 
 
 def test_flags_go_with_their_values() -> None:
