@@ -28,7 +28,8 @@ _ABSOLUTE = re.compile(r"https?://[^/?#]*", re.IGNORECASE)
 _NAMED = re.compile(r"/polykv/(?:pools|sessions)/([^/\\;]+)(?:/[a-z]+)?/?\Z")
 _SESSION = re.compile(r"/polykv/sessions/([^/\\;]+)\Z")
 _HIDDEN = re.compile(r"%(?:2f|5c|2e|3b|00|25|u)", re.IGNORECASE)
-_ESCAPE = re.compile(r"%u([0-9a-f]{4})|%([0-9a-f]{2})", re.IGNORECASE)
+_ESCAPE = re.compile(r"%u([0-9A-Fa-f]{4})|%([0-9A-Fa-f]{2})")
+_ANY_ESCAPE = re.compile(_ESCAPE.pattern, re.IGNORECASE)
 _MAX_DECODE = 4
 
 
@@ -51,17 +52,16 @@ def canonical(path: str) -> str:
 def engine_path(target: str) -> str:
     """The path that llama-server looks up for a target: without query and fragment, decoded once."""
     path = target.partition("?")[0].partition("#")[0]
-    return _decoded(_bytewise(path)).encode("latin-1").decode("utf-8", "surrogateescape") if "%" in path else path
+    return (
+        _ESCAPE.sub(_character, _bytewise(path)).encode("latin-1").decode("utf-8", "surrogateescape")
+        if "%" in path
+        else path
+    )
 
 
 def _bytewise(path: str) -> str:
     """Each character stands for a byte."""
     return path.encode("utf-8", "surrogateescape").decode("latin-1")
-
-
-def _decoded(path: str) -> str:
-    """Once, as llama-server does it."""
-    return _ESCAPE.sub(_character, path)
 
 
 def _character(escape: re.Match[str]) -> str:
@@ -74,7 +74,7 @@ def _character(escape: re.Match[str]) -> str:
 def _readings(path: str) -> list[str]:
     """The path as it is, decoded once, twice, and as often as anybody would."""
     readings = [_bytewise(path)]
-    while len(readings) <= _MAX_DECODE and (decoded := _decoded(readings[-1])) != readings[-1]:
+    while len(readings) <= _MAX_DECODE and (decoded := _ANY_ESCAPE.sub(_character, readings[-1])) != readings[-1]:
         readings.append(decoded)
     return readings
 

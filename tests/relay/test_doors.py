@@ -170,6 +170,7 @@ def test_whatever_follows_them_the_hooks_are_shut(parts: list[str]) -> None:
         ("/%zz%u00%4", "/%zz%u00%4"),
         ("/%u20AC/%e2%82%ac", "/\u20ac/\u20ac"),
         ("/%ff", "/\udcff"),
+        ("/v1/%U006dodels", "/v1/%U006dodels"),
         ("/v1/models", "/v1/models"),
         ("*", "*"),
     ],

@@ -5,6 +5,7 @@ where chunks are cut.
 """
 
 import codecs
+import random
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import orjson
 import pytest
 
+from polykv_proxy.relay.doors import engine_path
 from tests.engine.conftest import POOLS, SMALL, Launcher, chat_model, launch_shared
 from tests.engine.hooks import Engine
 from tests.relay.conftest import ProxyMaker
@@ -180,6 +182,40 @@ async def test_a_stream_can_be_resumed_as_there(engine: Engine, make_proxy: Prox
             gone = get(target, "Connection: close\r\n", method)
             direct, through = await ask(engine.server.url, gone), await ask(proxy.url, gone)
             assert direct == through
+
+
+async def test_a_path_is_read_here_as_there(engine: Engine) -> None:
+    """What is thought to be a route of the engine's is one, and nothing else is."""
+    chance, n_found = random.Random(7), 0
+    for _ in range(200):
+        path = "/" + "".join(spelled(character, chance) for character in "health")
+        head, _ = await exchange(engine.server.url, get(path, "Connection: close\r\n"))
+        found = head.split(b" ")[1] == b"200"
+        assert found == (engine_path(path) == "/health"), path
+        n_found += found
+    assert 20 < n_found < 180
+
+
+def spelled(character: str, chance: random.Random) -> str:
+    """A character as it could stand in a path, mostly still that one."""
+    code = ord(character)
+    right = [character] * 4 + [
+        f"%{code:02x}",
+        f"%{code:02X}",
+        f"%u{code:04x}",
+        f"{character}%ud8Ff",
+        f"%uDC00{character}",
+    ]
+    wrong = [
+        f"%25{code:02x}",
+        f"%U{code:04x}",
+        f"%u{code:03x}",
+        f"%{code:01x}",
+        f"{character}%",
+        f"%u00{code:02x}0",
+        "%zz",
+    ]
+    return chance.choice(wrong if chance.random() < 0.08 else right)
 
 
 async def test_no_spelling_shows_the_hooks(engine: Engine, make_proxy: ProxyMaker) -> None:
