@@ -58,10 +58,12 @@ FLAGS = (
     "256",
 )
 POLICY = {"target_tps_per_session": 2, "mode": "enforced", "on_saturation": "queue", "queue_timeout_ms": 5000}
-SETTINGS = {"warm_after_s": 2.0, "session_gap_s": 1.0, "grace_ttl_s": 2.0, "auto_pool_min_tokens": 64}
+SETTINGS: dict[str, Any] = {"warm_after_s": 2.0, "session_gap_s": 1.0, "grace_ttl_s": 2.0, "auto_pool_min_tokens": 64}
 
 WORDS = [f"{one}{vowel}{other}" for one in "bcdfghklmnprstvwz" for vowel in "aeiou" for other in "lmnrst"]
 
+
+Message = dict[str, str]
 
 # The proxy's process ----------------------------------------------------------------------------------------------
 
@@ -142,26 +144,25 @@ class Soak:
         """A trunk with a policy, a working pool behind it that grows, is compacted, and all of it released."""
         self.n_made += 1
         trunk, work = f"trunk-{self.n_made}", f"work-{self.n_made}"
-        system = {"role": "system", "content": f"You are number {self.n_made}. {self.text(120)}"}
+        system: Message = {"role": "system", "content": f"You are number {self.n_made}. {self.text(120)}"}
         if await self.order(http, "POST", "/polykv/pools", "create", messages=[system], name=trunk) is None:
             return
         await self.order(http, "POST", f"/polykv/pools/{trunk}/admission", "policy", **POLICY)
 
-        def asked(n_words: int) -> list[dict[str, str]]:
+        def asked(n_words: int) -> list[Message]:
             return [system, {"role": "user", "content": self.text(n_words)}]
 
         pin = self.rng.random() < 0.3
-        fork = {"messages": asked(150), "name": work, "pin": pin}
-        made = await self.order(http, "POST", f"/polykv/pools/{trunk}/fork", "fork", **fork)
+        long, short = asked(150), asked(30)
+        made = await self.order(http, "POST", f"/polykv/pools/{trunk}/fork", "fork", messages=long, name=work, pin=pin)
         if made is not None:
-            talks = [self.talk(http, work, fork["messages"]) for _ in range(self.rng.randrange(1, 4))]
-            short = {"ancestor": trunk, "messages": asked(30)}
-            compacting = self.order(http, "POST", f"/polykv/pools/{work}/compact", "compact", **short)
-            await asyncio.gather(*talks, compacting)
-            await self.talk(http, work, short["messages"])
+            talks = [self.talk(http, work, long) for _ in range(self.rng.randrange(1, 4))]
+            path = f"/polykv/pools/{work}/compact"
+            await asyncio.gather(*talks, self.order(http, "POST", path, "compact", ancestor=trunk, messages=short))
+            await self.talk(http, work, short)
         await self.order(http, "DELETE", f"/polykv/pools/{trunk}?recursive=true", "release")
 
-    async def talk(self, http: httpx.AsyncClient, pool: str | None, messages: list[Any]) -> None:
+    async def talk(self, http: httpx.AsyncClient, pool: str | None, messages: list[Message]) -> None:
         """A session of a few turns. Some leave in the middle, some are forgotten at once, some just stay away."""
         self.n_made += 1
         session, messages = f"session-{self.n_made}", [*messages]
