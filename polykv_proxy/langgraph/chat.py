@@ -21,6 +21,7 @@ from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_openai_tool
 from langchain_openai.chat_models.base import BaseChatOpenAI
 from pydantic import BaseModel, Field, PrivateAttr, SecretStr, model_validator
+from pydantic.v1 import BaseModel as BaseModelV1
 
 from polykv_proxy import __version__
 from polykv_proxy.client import AsyncPolyKVClient, PolyKVClient
@@ -29,7 +30,7 @@ from polykv_proxy.langgraph.connections import make_clients, make_sdks, root_url
 from polykv_proxy.langgraph.door import AsyncDoor, Door
 from polykv_proxy.langgraph.errors import IncompleteAnswerError, of_openai
 from polykv_proxy.langgraph.metadata import PROVIDER, Pieces, metadata_of
-from polykv_proxy.langgraph.structured import is_pydantic_v1, parsed, response_format_of, with_instructions
+from polykv_proxy.langgraph.structured import parsed, response_format_of, with_instructions
 
 NO_KEY = "none"
 """openai's client insists on one."""
@@ -235,11 +236,10 @@ class ChatPolyKV(BaseChatOpenAI):
         """As of ``BaseChatOpenAI``, by ``json_schema`` unless told otherwise: it leaves the prompt as it is, while a
         schema as a tool is a new list of tools, which no pool of the old one begins like.
         """
-        if method == "json_schema" and is_pydantic_v1(schema):
-            method = "function_calling"
         if self.include_format_instructions and schema is not None and method != "function_calling":
             kwargs[INSTRUCTIONS] = convert_to_openai_tool(schema)["function"]["parameters"]
-        if method == "json_schema" and isinstance(schema, type) and issubclass(schema, BaseModel):
+        # Those of pydantic.v1 too, which langchain-openai takes by a tool only.
+        if method == "json_schema" and isinstance(schema, type) and issubclass(schema, BaseModel | BaseModelV1):
             kwargs["response_format"] = response_format_of(schema)
             kwargs["ls_structured_output_format"] = {
                 "kwargs": {"method": method},

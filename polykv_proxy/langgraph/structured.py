@@ -12,11 +12,7 @@ from pydantic import BaseModel
 from pydantic.v1 import BaseModel as BaseModelV1
 
 
-def is_pydantic_v1(schema: object) -> bool:
-    return isinstance(schema, type) and issubclass(schema, BaseModelV1)
-
-
-def response_format_of(wanted: dict[str, Any] | type[BaseModel]) -> dict[str, Any]:
+def response_format_of(wanted: dict[str, Any] | type[BaseModel | BaseModelV1]) -> dict[str, Any]:
     """As it goes over the wire."""
     if isinstance(wanted, Mapping):
         return dict(wanted)

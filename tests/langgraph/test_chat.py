@@ -9,6 +9,7 @@ import pytest
 from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, SystemMessage
 from langchain_core.tools import tool
 from pydantic import BaseModel, Field
+from pydantic.v1 import BaseModel as BaseModelV1
 
 from polykv_proxy.langgraph import ChatPolyKV, OpencotiChatModel
 from tests.langgraph.toy_server import RECEIPT, TIMINGS, ToyServer
@@ -205,6 +206,17 @@ async def test_the_profile_is_what_the_server_shows(toy: ToyServer) -> None:
         assert model.profile is not None
         assert (model.profile["max_input_tokens"], model.profile["image_inputs"]) == (4096, True)
     assert ChatPolyKV.from_server(**fields, model="mine").model_name == "mine"
+
+
+def test_models_of_pydantic_v1_are_no_tools_either(toy: ToyServer) -> None:
+    class Old(BaseModelV1):
+        text: str
+
+    found = toy.model().with_structured_output(Old).invoke("hi")
+    assert isinstance(found, Old)
+    (body,) = toy.bodies
+    assert "tools" not in body
+    assert body["response_format"]["json_schema"]["schema"]["properties"]["text"]["type"] == "string"
 
 
 def test_a_template_that_shows_no_tools_is_told(toy: ToyServer) -> None:
