@@ -24,7 +24,7 @@ def many_files(n: int) -> bool:
     return n <= hard
 
 
-async def leave_nothing(proxy: Proxy, within_s: float = 3.0) -> None:
+async def leave_nothing(proxy: Proxy, within_s: float = 20.0) -> None:
     """Everybody is gone: permits, slots, lines and what is counted of their bodies are at zero."""
     async with asyncio.timeout(within_s):
         while counted(proxy) or proxy.control.slots.unsure:  # noqa: ASYNC110

@@ -81,7 +81,7 @@ async def held(stage: Stage) -> None:
 async def materializing(stage: Stage) -> None:
     """For nobody else, so it is made in vain."""
     stage.in_pool()
-    stage.engine.prefill_s = 0.002
+    holds: list[Hold] = []
 
     async def evict() -> None:
         for _ in range(1000):
@@ -90,14 +90,17 @@ async def materializing(stage: Stage) -> None:
                 break
             await asyncio.sleep(0.01)
         assert answer.status_code == 200, answer.text
+        stage.engine.faults.armed.clear()
+        holds.append(Hold())
+        stage.engine.on("materialize", "request", holds[-1])
 
     stage.before_each = evict
-    stage.is_there = lambda: any(pool.state == "busy" for pool in stage.engine.pools)
+    stage.is_there = lambda: holds[-1].n == 1
 
 
 async def prefilling(stage: Stage) -> None:
     stage.prompt = "leaver" + "x" * 300
-    stage.engine.prefill_s = 0.001
+    stage.engine.prefill_s = 0.01
     stage.is_there = lambda: any(s.state == "prompt" and s.n_prompt > 300 for s in stage.engine.slots)
 
 
@@ -110,7 +113,7 @@ async def answering(stage: Stage) -> None:
     """All is decoded, the last bytes are on their way."""
 
     async def slow(request: Any) -> None:
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(10)
 
     stage.n_tokens = 2
     stage.engine.on(PATH, "reply", slow, times=None)
@@ -200,7 +203,7 @@ async def abort(stage: Stage, which: str, stream: bool, rng: random.Random) -> N
     body = {"prompt": stage.prompt + which, "max_tokens": stage.n_tokens, "stream": stream, **stage.fields}
     async with connected(stage.proxy.url) as (_, writer):
         writer.write(post_json(PATH, body))
-        await until(stage.is_there, 10)
+        await until(stage.is_there, 60)
         await asyncio.sleep(rng.random() * 0.03)
         assert len(stage.sent()) - n_before == stage.reaches_engine
     for _ in range(round(CLOSED_WITHIN_S / 0.005)):  # of the time that this process gets
@@ -241,7 +244,6 @@ async def test_who_waits_is_told_when_the_proxy_ends(engine: FakeEngine, make_pr
             await phase(stage)
             if stage.before_each is not None:
                 await stage.before_each()
-                engine.prefill_s = 60
             body = {"prompt": stage.prompt, **stage.fields, "stream": True}
             asking = asyncio.create_task(proxy.client.post(PATH, json=body))
             await until(stage.is_there, 10)

@@ -193,7 +193,7 @@ async def test_frozen_counters_never_open_the_gate_and_other_traffic_flows_on(
     await until_capacity(proxy, (True, "ok"))
     assert (await post(proxy, "late")).status_code == 200
     await busy.end()
-    await leave_nothing(proxy, 5)
+    await leave_nothing(proxy)
 
 
 async def test_an_old_answer_of_an_engine_at_rest_opens_it_no_more(
