@@ -26,11 +26,13 @@ class Conversation:
     Hashed when somebody asks, which is mostly when its reply is there: what is given must stay as it is until then.
     """
 
-    __slots__ = ("_digests", "_front", "_messages", "_text")
+    __slots__ = ("_answers", "_digests", "_front", "_mark", "_messages", "_text")
 
     def __init__(self, front: Any, *, messages: list[Any] | None = None, text: bytes = b"") -> None:
         self._front, self._messages, self._text = front, messages, text
         self._digests: list[int] = []
+        self._mark: Mark | None = None
+        self._answers: bool | None = None
 
     @classmethod
     def of_messages(cls, front: Any, messages: list[Any]) -> "Conversation":
@@ -54,7 +56,9 @@ class Conversation:
 
     def mark(self) -> Mark | None:
         """Where it stands now; None when it says nothing."""
-        return self.mark_at(len(self)) if len(self) else None
+        if self._mark is None and len(self):
+            self._mark = self.mark_at(len(self))
+        return self._mark
 
     def mark_at(self, length: int) -> Mark:
         digest = xxhash.xxh64_intdigest(self._text[:length]) if self.is_text else self._hashed()[length]
@@ -81,7 +85,9 @@ class Conversation:
     @property
     def has_answers(self) -> bool:
         """It can be the next turn of something."""
-        return self._messages is None or any(_is_answer(message) for message in self._messages)
+        if self._answers is None:
+            self._answers = self._messages is None or any(_is_answer(message) for message in self._messages)
+        return self._answers
 
     def answered_at(self, length: int) -> bool:
         """Whether an assistant's answer follows the first ``length`` messages: a next turn, not a repeated one."""

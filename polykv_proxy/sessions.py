@@ -251,8 +251,10 @@ class SessionBook:
         if not session.turns:
             self._rouse(session)
         self._n_turns += 1
-        taken = {turn.number for turn in session.turns.values()}
-        number = next(n for n in range(1, len(taken) + 2) if n not in taken)
+        number = 1
+        if session.turns:
+            taken = {turn.number for turn in session.turns.values()}
+            number = next(n for n in range(1, len(taken) + 2) if n not in taken)
         turn = Turn(self._n_turns, session, now_s, number)
         session.n_first_turns += number == 1
         session.turns[turn.turn_id] = self.running[turn.turn_id] = turn

@@ -54,6 +54,8 @@ class _Slot:
     mark: Mark | None = None
     ticket_id: int | None = None
     used_s: float = 0.0
+    left_s: float = float("-inf")
+    """When its owner, who is there still, gave it back."""
     n_outside: int = 0
     engine_busy: bool = False
     reserved: bool = False
@@ -65,15 +67,18 @@ class _Slot:
 
 @dataclass(slots=True)
 class SlotBook:
-    """``is_live(session, now_s)``: whether a session still counts as using its slot between turns.
+    """``is_live(session, now_s)``: whether a session still counts as using its slot between turns. For ``live_s`` after
+    it gave the slot back it does, and is not asked about.
 
     Whoever calls must see to it that the grants that come back reach those who wait.
     """
 
     is_live: Callable[[SessionId, float], bool] = lambda _session, _now_s: False
+    live_s: float = 0.0
     _slots: list[_Slot] = field(default_factory=list)
     _waiting: OrderedDict[int, Ticket] = field(default_factory=OrderedDict)
     _held: dict[int, Grant] = field(default_factory=dict)
+    _may_be_unsure: bool = False
 
     @property
     def n_slots(self) -> int:
@@ -90,7 +95,11 @@ class SlotBook:
     @property
     def unsure(self) -> bool:
         """A slot is closed only because the engine may still be using it."""
-        return bool([s for s in self._slots if s.engine_busy and s.ticket_id is None])
+        if not self._may_be_unsure:
+            return False
+        busy = [s for s in self._slots if s.engine_busy]
+        self._may_be_unsure = bool(busy)
+        return any(s.ticket_id is None for s in busy)
 
     @property
     def needs_look(self) -> bool:
@@ -134,11 +143,13 @@ class SlotBook:
         grant = self._held.pop(ticket_id, None)
         if grant is None:
             return []
+        self._may_be_unsure |= unsure
         mark = grant.ticket.conversation.mark() if grant.ticket.conversation else None
         for slot_id in grant.slots:
             slot = self._slots[slot_id] if slot_id < len(self._slots) else None
             if slot is not None and slot.ticket_id == ticket_id:
                 slot.ticket_id, slot.used_s = None, now_s
+                slot.left_s = now_s if slot.owner is not None and slot.owner == grant.ticket.session else float("-inf")
                 slot.engine_busy = slot.engine_busy or unsure
                 slot.mark = mark
         return self._pump(now_s)
@@ -160,12 +171,14 @@ class SlotBook:
         if 0 <= slot_id < len(self._slots) and self._slots[slot_id].n_outside:
             self._slots[slot_id].n_outside -= 1
             self._slots[slot_id].engine_busy |= unsure
+            self._may_be_unsure |= unsure
         return self._pump(now_s)
 
     def observe(self, busy: Collection[SlotId], now_s: float) -> list[Grant]:
         """What the engine says right now. Slots in use here are known better."""
         for slot in self._slots:
             slot.engine_busy = slot.ticket_id is None and not slot.n_outside and slot.slot_id in busy
+        self._may_be_unsure = True
         return self._pump(now_s)
 
     def resting(self) -> list[tuple[SlotId, SessionId | None]]:
@@ -191,7 +204,7 @@ class SlotBook:
             slot = self._slots[slot_id]
             slot.reserved = False
             if emptied or filled_for is not None:
-                slot.owner, slot.mark, slot.used_s = filled_for, None, now_s
+                slot.owner, slot.mark, slot.used_s, slot.left_s = filled_for, None, now_s, float("-inf")
         return self._pump(now_s)
 
     def pass_on(self, slot_id: SlotId, before: SessionId, to: SessionId) -> bool:
@@ -204,7 +217,7 @@ class SlotBook:
         slot = self._slots[slot_id]
         if slot.ticket_id is not None or slot.owner not in (before, None):
             return False
-        slot.owner, slot.mark, slot.engine_busy = to, None, False
+        slot.owner, slot.mark, slot.engine_busy, slot.left_s = to, None, False, float("-inf")
         return True
 
     def forget(self, sessions: Iterable[SessionId]) -> None:
@@ -227,7 +240,8 @@ class SlotBook:
 
     def _free_for(self, ticket: Ticket) -> list[_Slot]:
         """The free slots, if they are enough."""
-        free = [s for s in self._slots if s.free]
+        # As ``_Slot.free`` says, without a call for each: every request comes by here.
+        free = [s for s in self._slots if s.ticket_id is None and not (s.n_outside or s.engine_busy or s.reserved)]
         return free if len(free) >= min(ticket.n, len(self._slots)) else []
 
     def _grant(self, ticket: Ticket, free: list[_Slot], now_s: float) -> Grant:
@@ -241,7 +255,7 @@ class SlotBook:
             slot.mark, slot.ticket_id = None, ticket.ticket_id
         if session is not None:
             for slot in self._slots:
-                if slot.ticket_id is None and slot.owner == session:
+                if slot.owner == session and slot.ticket_id is None:
                     # It moved, its slot was closed when it asked: an idle session owns one slot.
                     slot.owner = None
         grant = Grant(ticket, tuple([s.slot_id for s in chosen]), tuple(displaced), own)
@@ -254,17 +268,21 @@ class SlotBook:
         return slot.mark is not None and ticket.conversation is not None and ticket.conversation.covers(slot.mark)
 
     def _choose(self, ticket: Ticket, free: list[_Slot], now_s: float) -> _Slot:
-        session, said, is_live = ticket.session, ticket.conversation, self.is_live
-        best, best_fitness = free[0], (True, 0, True, float("inf"))
+        session, said, live_s = ticket.session, ticket.conversation, self.live_s
+        best: _Slot | None = None
+        best_fitness = (0, True, float("inf"))
+        unused: _Slot | None = None  # the longest, of those that live sessions own
         for slot in free:
             owner = slot.owner
-            if owner is not None and owner == session:
-                return slot
-            live = owner is not None and is_live(owner, now_s)
-            fits = 0
-            if not live and slot.mark is not None and said is not None and said.covers(slot.mark):
-                fits = slot.mark.length
-            fitness = (live, -fits, owner is not None, slot.used_s)
-            if fitness < best_fitness:
+            if owner is not None:
+                if owner == session:
+                    return slot
+                if now_s - slot.left_s < live_s or self.is_live(owner, now_s):
+                    if unused is None or slot.used_s < unused.used_s:
+                        unused = slot
+                    continue
+            fits = slot.mark.length if slot.mark is not None and said is not None and said.covers(slot.mark) else 0
+            fitness = (-fits, owner is not None, slot.used_s)
+            if best is None or fitness < best_fitness:
                 best, best_fitness = slot, fitness
-        return best
+        return best or unused or free[0]

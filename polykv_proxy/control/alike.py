@@ -61,6 +61,8 @@ class Prompt:
     family: int | None = None
     keys: tuple[int, ...] = ()
     tokens: Tokens | None = None
+    shared: dict[int, int] = field(default_factory=dict)
+    """Bytes in common with others, by their numbers, as far as that was asked."""
 
     @property
     def session(self) -> Session:
@@ -200,8 +202,11 @@ class PromptBook:
 
 def alike_bytes(one: Prompt, other: Prompt) -> int:
     """How many bytes two bodies share at their beginning: the tools when they are the same, and text."""
-    n_tools = one.n_tools if one.tools_hash == other.tools_hash else 0
-    return n_tools + _common(one.text, other.text)
+    n_bytes = one.shared.get(other.number)
+    if n_bytes is None:
+        n_tools = one.n_tools if one.tools_hash == other.tools_hash else 0
+        n_bytes = one.shared[other.number] = n_tools + _common(one.text, other.text)
+    return n_bytes
 
 
 def _family(body: Mapping[str, Any]) -> int | None:

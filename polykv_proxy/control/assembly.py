@@ -79,7 +79,7 @@ class Assembly(ABC):
         self.tree = PoolTree()
         self.policies = Policies(tree=self.tree, journal=self.journal, settings=settings)
         self.sessions = SessionBook(gap_s=settings.session_gap_s, idle_s=settings.session_idle_s)
-        self.slots = SlotBook(is_live=self.sessions.is_live)
+        self.slots = SlotBook(is_live=self.sessions.is_live, live_s=settings.session_gap_s)
         self.engine = EngineClient(settings.upstream_url, key.get_secret_value() if key is not None else None)
         self.draining = False
         self.deliver_grants: Callable[[list[Grant]], None] | None = None

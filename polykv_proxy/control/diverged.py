@@ -16,7 +16,7 @@ import logging
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import orjson
 
@@ -85,8 +85,7 @@ class _Shelf(OrderedDict[Key, LastPrompt], Generic[Key]):
             self.n_bytes -= before.n_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Said:
+class Said(NamedTuple):
     """What a request said, as the engine got it. ``family``: who it belongs together with, if it said so."""
 
     path: str

@@ -35,16 +35,17 @@ class Promises:
     def __init__(self, sessions: SessionBook, slots: SlotBook, watch: EngineWatch):
         self._sessions, self._slots, self._watch = sessions, slots, watch
         self._promises: dict[asyncio.Task[Any], Promise] = {}
+        self._n_counted = self._n_promised = 0  # promises that are counted, and the cells of these
         self._waited_s: dict[asyncio.Task[Any], float] = {}
         self._changed = asyncio.Event()
 
     def promise(self, n_cells: int, pool_id: PoolId | None = None, session: SessionId | None = None) -> None:
         """Count these cells as taken, and the pool as used, until ``settled``. Replaces this task's last promise."""
-        self._promises[this_task()] = Promise(n_cells, pool_id, session)
+        self._replace(this_task(), Promise(n_cells, pool_id, session))
 
     def announce(self, pool_id: PoolId | None, session: SessionId | None) -> None:
         """It comes later, and needs nothing until it is counted then. The pool counts as used."""
-        self._promises[this_task()] = Promise(0, pool_id, session, counted=False)
+        self._replace(this_task(), Promise(0, pool_id, session, counted=False))
 
     def put_off(self) -> None:
         """This task has to wait for something else first: others may have its cells, and it is counted anew."""
@@ -60,7 +61,7 @@ class Promises:
 
     def settled(self) -> None:
         """What this task was promised is used up or not needed any more."""
-        if self._promises.pop(this_task(), None) is not None:
+        if self._replace(this_task(), None) is not None:
             self._changed.set()
 
     def waited(self, seconds: float) -> None:
@@ -86,8 +87,21 @@ class Promises:
         """Promises of tasks that are still at it; those of others end here."""
         done = [task for task in self._promises if task.done()]
         for task in done:
-            del self._promises[task]
+            self._replace(task, None)
         return list(self._promises.items())
+
+    def _replace(self, task: "asyncio.Task[Any]", promise: Promise | None) -> Promise | None:
+        """Give what it was promised before."""
+        before = self._promises.pop(task, None)
+        if before is not None and before.counted:
+            self._n_counted -= 1
+            self._n_promised -= before.n_cells
+        if promise is not None:
+            self._promises[task] = promise
+            if promise.counted:
+                self._n_counted += 1
+                self._n_promised += promise.n_cells
+        return before
 
     def _arrived(self, task: "asyncio.Task[Any]", promise: Promise, running: Collection[int]) -> bool:
         """It is this task's own, or the stats show it already: it was sent before they were asked for, and runs."""

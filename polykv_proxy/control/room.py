@@ -153,7 +153,8 @@ class Room(Promises):
         for at_s, n_kept in self._kept:
             if at_s >= self._watch.asked_s:
                 n_spare -= n_kept
-        if self._promises:
+        # Mostly there is room even if all that was ever promised is still to come; else each is looked at.
+        if n_spare - self._n_promised - GROWTH_CELLS * self._n_counted < n_cells:
             for task, promise in self._live():
                 if promise.counted and not self._arrived(task, promise, known.running):
                     n_spare -= promise.n_cells + GROWTH_CELLS

@@ -14,7 +14,7 @@ from polykv_proxy.control.saved_books import Place, SavedBooks
 from polykv_proxy.control.tier_counts import TierCounts
 from polykv_proxy.control.watch import EngineWatch
 from polykv_proxy.errors import PolyKVError, SavedBudget, SavedGone, SavingUnsupported
-from polykv_proxy.upstream import EngineClient, SavedState
+from polykv_proxy.upstream import EngineClient, SavedState, Stats
 
 log = logging.getLogger("polykv.saved")
 
@@ -36,6 +36,8 @@ class SavedRoom(SavedBooks, ABC):
         self._wanted_bytes: dict[Place, int] = {"ram": ram_bytes, "disk": disk_bytes}
         self._looking = asyncio.Lock()
         self._knows_places: tuple[str | None, bool] = (None, False)
+        self._judged: Stats | None = None
+        self._can_save = False
         self.disk = DiskTrouble()
         self.counts = TierCounts()
 
@@ -43,8 +45,13 @@ class SavedRoom(SavedBooks, ABC):
 
     @property
     def available(self) -> bool:
-        """The engine can save states now, somewhere."""
-        return not self.why_off
+        """The engine can save states now, somewhere. Every request asks, so it is found out once per stats."""
+        stats = self._watch.stats
+        if self._watch.state != "ready" or stats is None:
+            return False
+        if stats is not self._judged:
+            self._judged, self._can_save = stats, not self.why_off
+        return self._can_save
 
     @property
     def why_off(self) -> str:

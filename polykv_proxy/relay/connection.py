@@ -5,10 +5,12 @@ mistyped ``Authorization`` line would stand in the log. Here they get the contra
 that quotes nothing.
 """
 
+import asyncio
 import logging
 import os
-from collections.abc import Awaitable, Callable
-from typing import Any
+import sys
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, cast
 
 import orjson
 from aiohttp import HttpVersion11, http_exceptions, web
@@ -77,10 +79,37 @@ class _Server(web.Server):
         return Connection(self, self.slow, loop=self._loop, **_OPTIONS)
 
 
+class _InPlace:
+    """The loop as aiohttp's connection sees it, which makes a task of every request and waits for it. Here the request
+    is that wait itself: one task less, and two turns of the loop, which is a twentieth of what a small request costs.
+
+    Cancelling the connection cancels what it waits for, in either way.
+    """
+
+    __slots__ = ("_loop", "call_at", "create_future", "time")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop):
+        self._loop = loop
+        self.call_at, self.create_future, self.time = loop.call_at, loop.create_future, loop.time
+
+    @staticmethod
+    def create_task(work: Coroutine[Any, Any, Any]) -> Coroutine[Any, Any, Any]:
+        return work
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loop, name)
+
+
 class Connection(PatientHandler):
     """One connection of a client."""
 
     __slots__ = ()
+
+    def start(self) -> Coroutine[Any, Any, None]:
+        """Serve what comes; before Python 3.12, which begins tasks at once, without a task more for each request."""
+        if sys.version_info < (3, 12):
+            self._loop = cast(asyncio.AbstractEventLoop, _InPlace(self._loop))
+        return super().start()
 
     def handle_error(
         self,

@@ -322,7 +322,7 @@ class TurnRelay(Reply):
         self._costs.sent(sent_s - self._read_s - self._record.held_s)
         self._sent = True
         self._place.leave(sent=True)
-        if self._control.hints.on and (marked := beginnings_in(self._call)):
+        if (marked := beginnings_in(self._call)) and self._control.hints.on:
             tokens = self._plan.tokens if self._plan is not None else None
             self._control.hints.follow(self._turn, self._call.path, self._call.body, marked, tokens)
         headers = raw_headers_of(self._request, OWN_HEADERS)

@@ -62,8 +62,10 @@ def is_cut(usage: Usage, body: Mapping[str, Any], ctx_total: int | None) -> bool
 
     False when it cannot be told.
     """
+    if not usage.at_limit or usage.predicted_n is None or usage.ctx_used is None:
+        return False
     n_most = max_tokens(body)
-    if not usage.at_limit or n_most is None or usage.predicted_n is None or usage.ctx_used is None:
+    if n_most is None:
         return False
     if ctx_total is None or any(body.get(name) for name in _OTHER_LIMITS):
         return False

@@ -57,10 +57,15 @@ def returnable(headers: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
 
 
 def _without(headers: Iterable[tuple[str, str]], dropped: frozenset[str]) -> list[tuple[str, str, str]]:
-    """(lower-case name, name, value) of those that are neither ``dropped`` nor named by ``Connection``."""
-    listed = [(name.lower(), name, value) for name, value in headers]
-    for lower, _, _ in listed:
-        if lower == "connection":
-            dropped |= connection_named((name, value) for _, name, value in listed)
-            break
-    return [header for header in listed if header[0] not in dropped]
+    """(lower-case name, name, value) of those that are neither ``dropped`` nor named by ``Connection``, which is."""
+    kept: list[tuple[str, str, str]] = []
+    connection: list[tuple[str, str]] = []
+    for name, value in headers:
+        lower = name.lower()
+        if lower not in dropped:
+            kept.append((lower, name, value))
+        elif lower == "connection":
+            connection.append((name, value))
+    if connection and (named := connection_named(connection)):
+        return [header for header in kept if header[0] not in named]
+    return kept

@@ -214,6 +214,28 @@ async def test_a_prompt_that_was_never_counted_is_still_to_come_when_it_starts(p
     plane.engine.slots[1].state = "idle"
 
 
+async def test_a_promise_counts_once_and_until_it_is_settled_or_its_task_has_ended(plane):
+    room, go, there = plane.control.room, asyncio.Event(), asyncio.Event()
+
+    async def promised(settles: bool) -> None:
+        room.promise(900)
+        room.promise(500)  # decided anew: instead of the first
+        there.set()
+        await go.wait()
+        if settles:
+            room.settled()
+
+    for settles in (True, False):
+        go.clear(), there.clear()
+        task = asyncio.create_task(promised(settles))
+        await there.wait()
+        assert room.fits(200)
+        assert not room.fits(300)
+        go.set()
+        await task
+        assert room.fits(900)
+
+
 async def test_promised_cells_are_not_promised_again(plane):
     """Two requests that would fit alone: the second waits until the first was settled."""
     await plane.create(tokens=[1] * 16, pin=True)

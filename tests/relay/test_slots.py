@@ -196,6 +196,36 @@ def test_further_choices_take_the_lowest_free_slots_as_the_engine_does() -> None
     assert grant.slots == (last.slots[0], 2, 3)
 
 
+def test_who_gave_a_slot_back_a_moment_ago_is_not_asked_about() -> None:
+    asked: list[str] = []
+
+    def is_live(session: SessionId, _now_s: float) -> bool:
+        asked.append(session)
+        return False
+
+    book = SlotBook(is_live=is_live, live_s=60)
+    book.resize(2, 0)
+    a, b = take(book, 1, "a"), take(book, 2, "b")
+    book.release(1, 1)
+    book.release(2, 2)
+    assert take(book, 3, "c", 60.5).slots == a.slots  # both are live: the longest unused
+    assert asked == []
+    book.release(3, 61)
+    assert take(book, 4, "d", 62.5).slots == b.slots  # not live any more, so before what is
+    assert asked == ["b"]
+
+
+def test_a_slot_that_was_passed_on_is_as_live_as_whom_it_was_passed_to() -> None:
+    book = SlotBook(is_live=lambda _session, _now_s: False, live_s=60)
+    book.resize(2, 0)
+    take(book, 1, "a")
+    b = take(book, 2, "b")
+    book.release(1, 1)
+    book.release(2, 2)
+    assert book.pass_on(b.slots[0], SessionId("b"), SessionId("heir"))
+    assert take(book, 3, "c", 3).slots == b.slots  # a is live, the heir is not
+
+
 def test_more_than_there_are_means_all() -> None:
     assert sorted(take(make_book(2), 1, n=8).slots) == [0, 1]
 
