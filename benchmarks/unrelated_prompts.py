@@ -21,7 +21,8 @@ from typing import Any
 import aiohttp
 import uvloop
 
-from benchmarks.relay_overhead import CHAT, PATIENT, engine_app, plain, require_managed
+from benchmarks.idle_engine import CHAT, idle_engine
+from benchmarks.relay_lines import PATIENT, require_managed
 from polykv_proxy.app import calm_collector, serving
 from polykv_proxy.config import load_settings
 
@@ -39,7 +40,7 @@ REPLY = json.dumps({"choices": [{"finish_reason": "stop"}], "usage": {}, "timing
 async def site(**settings: Any) -> AsyncIterator[tuple[str, str]]:
     """A proxy and its engine."""
     async with (
-        plain(lambda n_slots: engine_app(n_slots, REPLY), "4") as upstream,
+        idle_engine(4, REPLY) as upstream,
         serving(load_settings(upstream_url=upstream, state=":memory:", port=0, **settings)) as (url, _app),
     ):
         await require_managed(url)
