@@ -113,7 +113,7 @@ def test_any_stream(kind: Dialect, stream: bytes, cuts: set[int], n_finals: int,
 
 
 @pytest.mark.slow
-@settings(max_examples=20_000, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=5000, deadline=None, suppress_health_check=list(HealthCheck))
 @given(*ARGUMENTS)
 def test_any_stream_for_longer(
     kind: Dialect, stream: bytes, cuts: set[int], n_finals: int, include_usage: bool
