@@ -67,12 +67,6 @@ INFILL = TinyModel("infill", "llama", DENSE.n_layer, _describe_infill, DENSE.lay
 RERANKER = TinyModel("reranker", "qwen3", 4, _describe_reranker, _reranker_layer, DENSE.final_norm)
 
 CHAT = "the tests' chat model (SmolLM2-135M-Instruct)"
-PRESET = """[tinygemma3-preset]
-hf-repo = ggml-org/tinygemma3-GGUF
-
-[stories260K-test]
-hf-repo = ggml-org/test-model-stories260K
-"""
 REPOSITORIES: dict[str, dict[str, str | TinyModel | Callable[[Path], object]]] = {
     "ggml-org/test-model-stories260K": {"stories260K-f32.gguf": DENSE},
     "ggml-org/test-model-stories260K-infill": {"stories260K-infill-f32.gguf": INFILL},
@@ -82,7 +76,6 @@ REPOSITORIES: dict[str, dict[str, str | TinyModel | Callable[[Path], object]]] =
     },
     "ggml-org/stories15M_MOE": {"stories15M_MOE-F16.gguf": DENSE},
     "ggml-org/tinygemma3-GGUF": {"tinygemma3-Q8_0.gguf": DENSE, "mmproj-tinygemma3-Q8_0.gguf": write_tiny_projector},
-    "ggml-org/test-preset-ci": {"preset.ini": lambda path: path.write_text(PRESET)},
 }
 ENGLISH = {"ggml-org/test-model-stories260K": {"stories260K-f32.gguf": CHAT}}
 """What is another model in the hub of the tests that want English, or an answer that ends by itself."""

@@ -61,9 +61,10 @@ def padded(n: int) -> int:
 def with_pools(arguments: Sequence[str]) -> list[str]:
     """The same server with pools; every slot keeps its context.
 
-    Without ``--parallel`` llama-server takes a unified cache by itself. Without a model it is a router, which has none.
+    Without ``--parallel`` llama-server takes a unified cache by itself. A router (without a model) and a reranker,
+    whose prompts share nothing, take no pools.
     """
-    if not MODEL_FLAGS & set(arguments):
+    if not MODEL_FLAGS & set(arguments) or "--reranking" in arguments:
         return list(arguments)
     pools = ["--polykv-max-pools", str(N_POOLS)]
     n_ctx, n_slots = value_of(arguments, "--ctx-size"), value_of(arguments, "--parallel")

@@ -45,9 +45,11 @@ def test_a_split_cache_of_unknown_size_is_refused() -> None:
         with_pools([*MODEL, "--parallel", "2"])
 
 
-def test_a_router_has_no_pools() -> None:
-    arguments = ["--parallel", "1", "--ctx-size", "1024", "--models-max", "2"]
-    assert with_pools(arguments) == arguments
+@pytest.mark.parametrize("arguments", [["--models-max", "2"], [*MODEL, "--reranking"]])
+def test_a_router_and_a_reranker_have_no_pools(arguments: list[str]) -> None:
+    assert with_pools([*arguments, "--parallel", "1", "--ctx-size", "1024"])[len(arguments) :] == [
+        *["--parallel", "1", "--ctx-size", "1024"],
+    ]
 
 
 def test_flags_go_with_their_values() -> None:
