@@ -5,8 +5,8 @@
 Two proxies that differ in one setting (POLYKV_AUTO_POOL_MIN_TOKENS: its default, and 0), each in front of a fake engine
 of its own that answers a fixed reply, all in one process. Every prompt is a chat of a new client and goes to both, and
 to an engine itself, in turn. Times are lower quartiles: those of requests that nobody else kept from the processor.
-With --assert, exit 1 when that is more than 1.1 times as long with automatic pools as without (median of the
-repetitions), or when there is a pool in the end.
+With --assert, exit 1 when that is more than 1.2 times as long with automatic pools as without (median of the
+repetitions; the engine takes next to no time of it), or when there is a pool in the end.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from polykv_proxy.app import calm_collector, serving
 from polykv_proxy.config import load_settings
 
 N_BYTES, N_FIRST = 16 << 10, 20
-MAX_RATIO = 1.1
+MAX_RATIO = 1.2
 ARMS = ("direct", "off", "on")
 
 
