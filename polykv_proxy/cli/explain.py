@@ -38,7 +38,7 @@ _GATE = {
     "refused": "not let in",
 }
 _REASONS = {
-    "no_pool": "no pool fits: there are none, or not the one that was named",
+    "no_pool": "no pool begins like this prompt, or there is not the one that was named",
     "diverged": "the prompt leaves what it was expected to begin with",
     "incompatible": "such a request cannot share (media, an own slot, an adapter, several prompts)",
     "not_resident": "its pool could not be brought back, or the engine did not have it any more",

@@ -151,7 +151,14 @@ class Attacher:
                 request = replace(request, has_media=True)  # there is more than text in it, and the engine said so
             if e.plan.miss_reason == "no_pool":
                 self._named(request)  # it may have been released meanwhile
-            return request, e.found or Comparison(), e.plan
+            return request, e.found or Comparison(), self._told(request, named, e.plan)
+
+    def _told(self, request: AttachRequest, named: Pool | None, plan: AttachPlan) -> AttachPlan:
+        """Only who expected a pool, the one it names or its session's, can have left it."""
+        if plan.miss_reason != "diverged" or plan.asked is not None or request.legacy_slot is not None:
+            return plan
+        expected = named or self._comparer.of_session(request)
+        return replace(plan, miss_reason="no_pool") if expected is None else replace(plan, asked=expected.pool_id)
 
     async def _waited_at_door(self, request: AttachRequest, found: Comparison) -> bool:
         if request.door is None or found.pool is None:
@@ -221,7 +228,7 @@ class Attacher:
             )
         if found.pool is None or found.prefix_n_tokens == 0 or request.explicit_p == 0:
             asked = found.pool.pool_id if found.pool is not None else None
-            raise Unpooled("diverged" if len(self._tree) else "no_pool", asked, found)
+            raise Unpooled("diverged", asked, found)
         return found
 
     async def _legacy(self, number: int, prompts: list[Tokens]) -> Pool:

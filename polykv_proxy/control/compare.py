@@ -81,8 +81,7 @@ class Comparer:
         """Compare a request, rendered (``prompts``) or not. Raises Unpooled."""
         if not len(self._tree):
             return Comparison(tokens=_single(prompts))
-        session = self._sessions.get(request.session) if request.session is not None else None
-        of_session = self._tree.find(session.pool_id) if session is not None and session.pool_id is not None else None
+        of_session = self.of_session(request)
         target = named or of_session
         target_id = target.pool_id if target is not None else None
         chat = Conversation.of(request.path, request.body)
@@ -102,6 +101,11 @@ class Comparer:
             self.seen.rendered(chat, prompts[0])
             self._remember(chat, target_id, compared, version)
         return compared
+
+    def of_session(self, request: AttachRequest) -> Pool | None:
+        """The pool that the session of a request is on."""
+        session = self._sessions.get(request.session) if request.session is not None else None
+        return self._tree.find(session.pool_id) if session is not None and session.pool_id is not None else None
 
     def compare_tokens(
         self, prompts: list[Tokens], named: Pool | None, of_session: Pool | None = None, *, at_least: int | None = None

@@ -50,7 +50,8 @@ class DryRun:
         found = self._comparer.compare_tokens([tokens], named)
         pool, n_prefix = found.pool, found.prefix_n_tokens
         if pool is None or not n_prefix:
-            return _answer(None, 0, tokens, "diverged", await self._divergence(source, tokens, named, None))
+            reason = "diverged" if named is not None else "no_pool"  # who names none expects none
+            return _answer(None, 0, tokens, reason, await self._divergence(source, tokens, named, None))
         if n_prefix < min(pool.prefix_len, len(tokens)):
             return _answer(pool, n_prefix, tokens, "diverged", await self._divergence(source, tokens, pool, n_prefix))
         return _answer(pool, n_prefix, tokens, None if self._is_resident(pool) else "cold", None)

@@ -60,7 +60,7 @@ async def test_tokens_and_prompts(proxy: str, tmp_path: Path) -> None:
         told = await match(proxy, *source, stdin=" ".join(str(byte) for byte in b"Hello"))
         assert told.stdout.splitlines() == [
             "no pool: 0 of 5 tokens shared, 5 to prefill",
-            "diverged: no pool begins with the first token",
+            "no_pool: no pool begins with the first token",
         ]
 
 
@@ -68,9 +68,7 @@ async def test_what_is_too_short_to_be_shared_is_said_to_be(proxy: str) -> None:
     other = json.dumps([{"role": "user", "content": "Good morning."}])
     first, why = (await match(proxy, "--messages", "-", stdin=other)).stdout.splitlines()
     assert first.startswith("no pool: 0 of ")
-    assert re.fullmatch(
-        r"diverged: only the first \d+ tokens are those of pool 1 \(\d+ tokens\): too few to share", why
-    )
+    assert re.fullmatch(r"no_pool: only the first \d+ tokens are those of pool 1 \(\d+ tokens\): too few to share", why)
     _, why = (await match(proxy, "--tokens", "-", "--pool", "base", stdin="1")).stdout.splitlines()
     assert re.fullmatch(r"diverged: the prompt and pool 1 \(\d+ tokens\) do not even begin with the same token", why)
 

@@ -123,7 +123,7 @@ async def test_a_request_evicts_what_nobody_uses_and_the_pool_comes_back(make_pr
     async with FakeEngine(n_cells=512) as engine, make_proxy(engine.url) as proxy:
         await made(proxy, tokens=[1] * 300, name="idle")
         receipt = await ask(proxy, "x" * 400, session_id="s")
-        assert (receipt["pool_id"], receipt["miss_reason"]) == (None, "diverged")
+        assert (receipt["pool_id"], receipt["miss_reason"]) == (None, "no_pool")
         (pool,) = (await proxy.client.get("/polykv/pools")).json()["pools"]
         assert (pool["residency"], pool["seq_id"], pool["own_kv_cells"]) == ("cold", None, 0)
         receipt = await ask(proxy, [1] * 301, pool_id="idle")
@@ -144,7 +144,7 @@ async def test_a_request_waits_for_the_cells_of_one_that_runs(make_proxy: ProxyM
         await asyncio.wait([third])
         assert not second.done()
         hold.release()
-        assert [(await turn)["miss_reason"] for turn in (first, second)] == ["diverged"] * 2
+        assert [(await turn)["miss_reason"] for turn in (first, second)] == ["no_pool"] * 2
         assert len(engine.requests("/completion")) == 2
 
 

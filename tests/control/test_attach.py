@@ -273,7 +273,7 @@ async def test_what_the_engine_found_to_be_otherwise_is_not_remembered(plane):
     assert (got["timings"]["pool_n"], got["reason"]) == (len("Mon"), "diverged")
     for body in (chat(LONG), chat(LONG.upper())):
         plan = await decide(plane, body=body)  # it was rendered: three letters are no match
-        assert (plan.pool_id, plan.miss_reason) == (None, "diverged")
+        assert (plan.pool_id, plan.miss_reason) == (None, "no_pool")
 
 
 class DropsReasoning(Template):

@@ -80,7 +80,7 @@ async def test_where_nothing_matches_it_says_how_far_the_nearest_went(plane):
     assert (await match(plane, tokens=[1]))["divergence"] is None  # no pools
     await plane.create(tokens=list(range(40)))
     told = await match(plane, tokens=[0, 1, 2, 9])
-    assert (told["pool_id"], told["miss_reason"]) == (None, "diverged")
+    assert (told["pool_id"], told["miss_reason"]) == (None, "no_pool")
     assert told["divergence"] == {"pos": 3, "pool_id": 1, "pool_prefix_len": 40}
     assert (await match(plane, tokens=[7]))["divergence"] == {"pos": 0, "pool_id": None, "pool_prefix_len": None}
     assert (await match(plane, tokens=[7], pool_id=1))["divergence"] == {"pos": 0, "pool_id": 1, "pool_prefix_len": 40}

@@ -330,7 +330,7 @@ async def test_match_is_a_dry_run(plane):
     assert (answer["prefix_n_tokens"], answer["miss_reason"]) == (16, "diverged")
     assert answer["divergence"] == {"pos": 16, "pool_id": 1, "pool_prefix_len": 18}
     _, answer = await plane.call("POST", "/polykv/match", {"tokens": [1, 2]})
-    assert (answer["pool_id"], answer["miss_reason"]) == (None, "diverged")
+    assert (answer["pool_id"], answer["miss_reason"]) == (None, "no_pool")
     await plane.refused(404, "pool_not_found", "POST", "/polykv/match", {"prompt": "x", "pool_id": "b"})
     await plane.refused(400, "invalid_request", "POST", "/polykv/match", {})
     assert plane.control.tree.get("a").n_queries == 0

@@ -166,7 +166,7 @@ async def test_a_request_waits_for_one_that_runs_and_goes_when_it_ends(plane):
     await asyncio.sleep(0.1)
     assert not waiting.done()
     await running.end()
-    assert (await waiting).miss_reason == "diverged"
+    assert (await waiting).miss_reason == "no_pool"
 
 
 @pytest.mark.parametrize("books", ["true", "unsure"])
@@ -285,7 +285,7 @@ async def test_the_wait_is_bounded(plane):
     with pytest.raises(KvExhaustedForRequest):
         await decide(plane, "x" * 500)
     await running.end()
-    assert (await decide(plane, "x" * 500)).miss_reason == "diverged"
+    assert (await decide(plane, "x" * 500)).miss_reason == "no_pool"
 
 
 async def test_who_can_never_fit_does_not_wait(plane):
@@ -327,7 +327,7 @@ async def test_requests_in_line_for_a_slot_are_not_counted_yet(plane):
     for i in range(4):
         plane.control.slots.request(Ticket(i), 0.0)
     plans = await asyncio.gather(*(decide(plane, f"{i}" * 900) for i in range(5)))
-    assert [plan.miss_reason for plan in plans] == ["diverged"] * 5
+    assert [plan.miss_reason for plan in plans] == ["no_pool"] * 5
 
 
 # Orders --------------------------------------------------------------------------------------------------------------

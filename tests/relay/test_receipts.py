@@ -250,6 +250,27 @@ async def test_the_message_that_changed_in_a_session_is_named(engine: FakeEngine
     assert await position_of(alone) == first_other_token(engine, path, old, new)
 
 
+async def test_who_expected_nothing_has_left_nothing(engine: FakeEngine, proxy: Proxy) -> None:
+    """Beside others' pool the first agent with a new prompt has none; who was on one, or names it, left it."""
+    prefix = engine.template.render(CHAT, chat("x", system=RULES))[0][0][: len(RULES)]
+    await proxy.pool(prefix, "theirs")
+    for system, named in (("x", {}), ("y", {"session_id": "first"}), ("z", {"prompt_cache_key": "f"})):
+        said = (await post(proxy, chat("q", system=system * 300, **named))).json().get("polykv")
+        receipt = await latest(proxy)
+        assert (receipt["prefix_n_tokens"], receipt["divergence"]) == (0, None)
+        assert receipt["miss_reason"] == "no_pool"
+        assert said is None or said["miss_reason"] == "no_pool"
+    await post(proxy, chat("q", system=RULES, session_id="s"))
+    assert (await latest(proxy))["pool_id"] == 1
+    await post(proxy, chat("q", system="?", session_id="s"))
+    receipt = await latest(proxy)
+    assert (receipt["pool_id"], receipt["miss_reason"]) == (None, "diverged")
+    assert receipt["divergence"] is not None
+    await post(proxy, {"prompt": "?", "n_predict": 2, "pool_id": "theirs"}, "/completion")
+    receipt = await latest(proxy)
+    assert (receipt["miss_reason"], receipt["divergence"]["against"]) == ("diverged", "pool")
+
+
 async def test_a_moved_reminder_is_named_though_the_pool_was_a_full_hit(engine: FakeEngine, alone: Proxy) -> None:
     prefix = engine.template.render(CHAT, chat("x", system=RULES))[0][0]
     await alone.pool(prefix[: len(RULES)])
