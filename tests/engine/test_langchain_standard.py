@@ -4,6 +4,8 @@ All that concerns the wire is run: invoking, streaming, usage, histories with ca
 a model is able to call a tool is not. The chat model's template shows it no tools, and without those llama-server
 forces no call either; with another template its `required` lets text come before the call, so that a small model talks
 until `max_tokens`. The same tests pass against a server by rules: tests/langgraph/test_standard.py.
+
+With a template that shows tools, and calls in the conversation before, even this model goes on calling: see the end.
 """
 
 from collections.abc import Iterator
@@ -11,7 +13,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from langchain_core.messages import AIMessage, AIMessageChunk
+from langchain_core.messages import AIMessage, AIMessageChunk, AnyMessage, HumanMessage, SystemMessage, ToolMessage
+from langchain_core.tools import tool
 from langchain_tests.integration_tests import ChatModelIntegrationTests
 
 from polykv_proxy.langgraph import ChatPolyKV
@@ -23,6 +26,30 @@ from .stack import ProxyStack
 __all__ = ["benchmark", "langchain_openai", "snapshot", "vcr"]
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+TEMPLATE = """\
+{{- '<|im_start|>system\\n' + messages[0].content }}
+{%- if tools %}
+    {{- '\\n\\nFunctions, one a line:\\n<tools>' }}
+    {%- for tool in tools %}{{- '\\n' + (tool | tojson) }}{%- endfor %}
+    {{- '\\n</tools>\\nA call:\\n<tool_call>\\n{"name": <name>, "arguments": <object>}\\n</tool_call>' }}
+{%- endif %}
+{{- '<|im_end|>\\n' }}
+{%- for message in messages[1:] %}
+    {%- if message.role == 'tool' %}
+        {{- '<|im_start|>user\\n<tool_response>\\n' + message.content + '\\n</tool_response><|im_end|>\\n' }}
+    {%- else %}
+        {{- '<|im_start|>' + message.role + '\\n' + (message.content or '') }}
+        {%- for call in message.tool_calls or [] %}
+            {{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+            {{- (call.function.arguments | tojson) + '}\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+"""A chat template with tools for a model that has none."""
 
 CALLS = "the model's template shows no tools, so it calls none, and llama-server forces no call without"
 KEYS = "json_object forces JSON and not its keys, and a model of 135M parameters does not come up with them"
@@ -98,3 +125,59 @@ for _name in (
 ):
     _cannot(_name, CALLS)
 _cannot("test_json_mode", KEYS)
+
+
+@tool
+def magic(number: int) -> int:
+    """The magic of a number."""
+    return number + 2
+
+
+@tool
+def weather(place: str) -> str:
+    """The weather of a place."""
+    return place
+
+
+def called(name: str, id_: str, answer: str, said: str, **args: Any) -> list[AnyMessage]:
+    call = {"name": name, "args": args, "id": id_}
+    return [AIMessage("", tool_calls=[call]), ToolMessage(answer, tool_call_id=id_), AIMessage(said)]
+
+
+def test_calls_of_tools_come_through(chat_model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "tools.jinja"
+    file.write_text(TEMPLATE, encoding="utf-8")
+    flags = ("-t", "1", "--chat-template-file", str(file))
+    talk = [
+        SystemMessage("Call a function for every question."),
+        HumanMessage("What is the magic of 7?"),
+        *called("magic", "a", "9", "It is 9.", number=7),
+        HumanMessage("What is the weather in Paris?"),
+        *called("weather", "b", "rain", "It rains.", place="Paris"),
+        HumanMessage("What is the magic of 5?"),
+        *called("magic", "c", "7", "It is 7.", number=5),
+        HumanMessage("What is the magic of 3?"),
+    ]
+    with ProxyStack(binary_path("patched"), chat_model, *flags, log_dir=tmp_path) as stack:
+        model = ChatPolyKV.from_server(base_url=stack.url, temperature=0, max_tokens=64)
+        assert model.profile is not None
+        assert model.profile["tool_calling"] is True
+        asked = model.bind_tools([magic, weather], tool_choice="magic", session_id="caller")
+        whole = asked.invoke(talk)
+        (call,) = whole.tool_calls
+        assert (call["name"], call["args"]) == ("magic", {"number": 3})
+        assert whole.response_metadata["finish_reason"] == "tool_calls"
+        pieces = [piece for piece in asked.stream(talk) if isinstance(piece, AIMessageChunk)]
+        streamed = pieces[0]
+        for piece in pieces[1:]:
+            streamed = streamed + piece
+        assert [(each["name"], each["args"]) for each in streamed.tool_calls] == [("magic", {"number": 3})]
+        receipt = streamed.response_metadata["polykv"]
+        assert receipt["session_id"] == "caller"
+        assert receipt["cached_n_tokens"] > 100, "tools are part of what the session holds"
+
+
+def test_the_chat_models_own_template_shows_no_tools(stack: ProxyStack) -> None:
+    profile = ChatPolyKV.from_server(base_url=stack.url).profile
+    assert profile is not None
+    assert profile["tool_calling"] is False
