@@ -15,7 +15,7 @@ from tests.contract.test_openapi import schema as described
 QUICK = settings(
     max_examples=6, stateful_step_count=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )
-LONG = settings(QUICK, max_examples=200, stateful_step_count=25, derandomize=False)
+LONG = settings(QUICK, max_examples=80, stateful_step_count=25, derandomize=False)
 CHECKS = [check for check in ALL_CHECKS if check.__name__ not in ("use_after_free", "ensure_resource_availability")]
 """A released pool's name may be given again, and a pool made by another call meanwhile."""
 
@@ -91,7 +91,7 @@ def test_chains_of_calls_for_long(served: Served) -> None:
 
 @pytest.mark.slow
 @described.parametrize()
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 def test_each_call_for_long(case: schemathesis.Case, served: Served) -> None:
     served.furnish()
     if str((case.query or {}).get("stream", "0")).lower() in ("", "1", "true"):

@@ -20,6 +20,8 @@ class Lab:
 
     def __init__(self, make_proxy: ProxyMaker, monkeypatch: pytest.MonkeyPatch, settings: dict[str, str]):
         self._make_proxy, self.monkeypatch, self.settings = make_proxy, monkeypatch, settings
+        # Of what a setting makes happen, for a busy machine; and of what does not happen by itself.
+        self.patience_s = 10.0 if settings else 0.4
 
     @asynccontextmanager
     async def raw(self, script: Sequence[Any] = (FINE,)) -> AsyncIterator[tuple[RawEngine, Proxy]]:

@@ -2,10 +2,11 @@
 
 import asyncio
 import socket
+from contextlib import suppress
 
 from polykv_proxy.relay import backlog
 from tests.contract.changes.lab import CHAT, FINE, Check, Lab, chat, models, status_of
-from tests.relay.raw import OK, connected, exchange, get, post
+from tests.relay.raw import OK, connected, exchange, get, post, until
 
 PREFLIGHT = OK + b"Access-Control-Allow-Origin: http://a.example\r\nContent-Length: 0\r\n\r\n"
 
@@ -69,7 +70,7 @@ async def slow(lab: Lab, sent: bytes) -> bool:
     async with lab.raw() as (_, proxy), connected(proxy.url) as (reader, writer):
         writer.write(sent)
         try:
-            async with asyncio.timeout(0.6):
+            async with asyncio.timeout(lab.patience_s):
                 head = await reader.readuntil(b"\r\n\r\n")
         except TimeoutError:
             return False
@@ -87,15 +88,16 @@ async def slow_body(lab: Lab) -> bool:
 async def stalled_reader(lab: Lab) -> bool:
     n_bytes = 24 << 20
     head = OK + b"Content-Length: %d\r\n\r\n" % n_bytes
-    async with lab.raw([head, *[b"x" * (1 << 20)] * 24]) as (_, proxy):
+    async with lab.raw([head, *[b"x" * (1 << 20)] * 24]) as (engine, proxy):
         with socket.create_connection(
             (proxy.url.split("/")[2].split(":")[0], int(proxy.url.rpartition(":")[2]))
         ) as taker:
             taker.setblocking(False)
             loop = asyncio.get_running_loop()
             await loop.sock_sendall(taker, models())
-            await asyncio.sleep(0.6)
             n_taken = 0
+            with suppress(TimeoutError):
+                await until(lambda: engine.heads and not proxy.relay.n_running, lab.patience_s)
             try:
                 while n_taken < n_bytes and (piece := await loop.sock_recv(taker, 1 << 20)):
                     n_taken += len(piece)

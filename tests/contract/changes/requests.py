@@ -199,7 +199,7 @@ async def shared_prefill(lab: Lab) -> bool:
         turns.append(asyncio.create_task(say(proxy, "b", "I am b")))
         await until(lambda: proxy.control.sessions.n_running == 2)
         try:
-            await until(lambda: hold.n == 2, 0.3)
+            await until(lambda: hold.n == 2, lab.patience_s)
         except TimeoutError:
             waited = True
         else:
