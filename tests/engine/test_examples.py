@@ -133,7 +133,7 @@ def test_a_conversation_compacts_itself(
     n_chat = len(polykv.render(chat))
     n_question = n_prompt(polykv, [*chat, question]) - n_chat
     assert summary["polykv"]["session_id"] == long_conversation.THREAD
-    assert summary["prompt_n"] <= n_question + 2, "the end of the answer before it is no answer's token"
+    assert summary["prompt_n"] <= n_question + 2, "the question, and what closes the answer before it"
     assert summary["cache_n"] >= before["cache_n"] + before["prompt_n"]
     assert summary["cache_n"] + summary["prompt_n"] > 5 * n_question
 
