@@ -48,7 +48,9 @@ _SORTED = orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS
 
 @dataclass(slots=True, eq=False)
 class Prompt:
-    """One request's. ``tokens``: None until it was rendered; then ``body`` is empty."""
+    """One request's. ``tokens``: None until it was rendered; then ``body`` is empty. ``is_lost``: it has ended, and
+    what it left in the engine was looked for in vain.
+    """
 
     number: int
     turn: Turn
@@ -61,6 +63,7 @@ class Prompt:
     family: int | None = None
     keys: tuple[int, ...] = ()
     tokens: Tokens | None = None
+    is_lost: bool = False
     shared: dict[int, int] = field(default_factory=dict)
     """Bytes in common with others, by their numbers, as far as that was asked."""
 

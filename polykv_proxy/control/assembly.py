@@ -238,6 +238,7 @@ class Assembly(ABC):
             watch=self.watch,
             comparer=self.comparer,
             pools=self.pools,
+            fetch=self.parking.bring_back,
             may_change=lambda: self.owns_engine,
             clock=clock,
             min_tokens=settings.auto_pool_min_tokens if settings.mode == "auto" else 0,

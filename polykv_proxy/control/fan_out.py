@@ -5,7 +5,8 @@ deepest pool there is:
 
     wait     while the other one is at work: until its slot holds the beginning, also while it still prefills the rest,
              decodes, or streams. Then the beginning is a pool (``automatic``), made of that slot's cells
-    take     when the other one's slot holds it already: the same, at once
+    take     when the other one's slot holds it already: the same, at once. Also when its session is over and the slot
+             is nobody's since, and when it is parked: then it is loaded first
     lead     when nobody holds it any more: it prefills it itself, and the pool is made of its own slot
 
 The pool is cut at the exact token where those who are known by then part. Who waits goes on as soon as there is a pool,
@@ -21,7 +22,7 @@ mostly less than a batch, at worst once more the whole beginning, however many w
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -32,7 +33,7 @@ from polykv_proxy.control.flights import Flight, Flights, known
 from polykv_proxy.control.orders import AttachRequest
 from polykv_proxy.control.slot_states import slot_in
 from polykv_proxy.control.watch import EngineWatch
-from polykv_proxy.sessions import SessionBook, Turn
+from polykv_proxy.sessions import Session, SessionBook, Turn
 from polykv_proxy.slots import SlotBook
 from polykv_proxy.tree.pool import Match
 from polykv_proxy.tree.prefix import Tokens, lcp_tokens
@@ -58,11 +59,12 @@ class FanOut(Flights):
         watch: EngineWatch,
         comparer: Comparer,
         pools: AutomaticPools,
+        fetch: Callable[[Session], Awaitable[None]],
         may_change: Callable[[], bool],
         clock: Callable[[], float],
         min_tokens: int,
     ):
-        super().__init__(sessions=sessions, slots=slots, watch=watch, pools=pools, min_tokens=min_tokens)
+        super().__init__(sessions=sessions, slots=slots, watch=watch, pools=pools, fetch=fetch, min_tokens=min_tokens)
         self._comparer, self._may_change, self._clock = comparer, may_change, clock
         self.tokens_per_byte: float | None = None
         """The most that a body had until now; None before the first."""
@@ -232,11 +234,16 @@ class FanOut(Flights):
         if other.runs:
             may_go = self._slots.serves(other.session.session_id) or not self._slots.serves(prompt.session.session_id)
             return may_go and other.number < prompt.number
-        slot_id, n_held = self._slot_of(other), other.session.held_n_tokens
-        if slot_id is not None and n_held is None:  # its last turn did not say
+        slot_id = self._slot_of(other)
+        if other.is_lost:
+            return False
+        if slot_id is None:
+            return self._is_parked(other) and self._comparer.can_cut
+        n_held = other.session.held_n_tokens if not self._is_over(other) else None
+        if n_held is None:  # its last turn did not say, or that is forgotten
             slot = slot_in(self._watch.stats, slot_id)
             n_held = slot.n_tokens if slot is not None else None
-        return slot_id is not None and n_held is not None and n_held >= n_common
+        return n_held is not None and n_held >= n_common
 
     def _has_its_own(self, prompt: Prompt) -> bool:
         """It goes on with what it said before, which the engine still has."""

@@ -6,6 +6,7 @@ is gone before, the first who waits is the next one, and is given that slot with
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from polykv_proxy.control.alike import Prompt
@@ -14,7 +15,7 @@ from polykv_proxy.control.slot_states import slot_in
 from polykv_proxy.control.watch import EngineWatch
 from polykv_proxy.errors import PolyKVError, PrefixMismatch, SessionNotResident
 from polykv_proxy.ids import SessionId, SlotId
-from polykv_proxy.sessions import SessionBook
+from polykv_proxy.sessions import Session, SessionBook
 from polykv_proxy.slots import SlotBook
 from polykv_proxy.tree.prefix import Tokens, lcp_tokens
 from polykv_proxy.upstream import SlotStats
@@ -46,6 +47,7 @@ class Flight:
     """``wished``: where pools are wanted besides those for who waits. ``slot_id``: where the leader was seen last.
 
     ``refused``: the slot has so many tokens, but the engine did not share them. ``prefills``: the pool is being made.
+    ``was_fetched``: what was saved of a leader that is done was asked for.
     """
 
     leader: Prompt
@@ -56,6 +58,7 @@ class Flight:
     n_misses: int = 0
     refused: bool = False
     prefills: bool = False
+    was_fetched: bool = False
     task: "asyncio.Task[None] | None" = None
     made: bool = False
 
@@ -66,12 +69,20 @@ class Flight:
 
 
 class Flights:
-    """``min_tokens``: of a beginning that is worth it."""
+    """``min_tokens``: of a beginning that is worth it. ``fetch``: load what a parked session said into a free slot."""
 
     def __init__(
-        self, *, sessions: SessionBook, slots: SlotBook, watch: EngineWatch, pools: AutomaticPools, min_tokens: int
+        self,
+        *,
+        sessions: SessionBook,
+        slots: SlotBook,
+        watch: EngineWatch,
+        pools: AutomaticPools,
+        fetch: Callable[[Session], Awaitable[None]],
+        min_tokens: int,
     ):
         self._sessions, self._slots, self._watch, self._pools = sessions, slots, watch, pools
+        self._fetch = fetch
         self.min_tokens = min_tokens
         self._flights: dict[int, Flight] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -120,14 +131,22 @@ class Flights:
         return prompt.turn.slot_id is not None or self._slots.serves(prompt.session.session_id)
 
     def _slot_of(self, prompt: Prompt) -> SlotId | None:
-        """The slot that its turn runs in, or ran in if it still is its session's."""
+        """The slot that its turn runs in, or where what it said is still: in its session's, or in nobody's since the
+        session is over. Whether it really is, the engine's hash says when it is shared.
+        """
         if prompt.runs:
             return prompt.turn.slot_id
-        slot_id = prompt.session.slot_id
-        known = self._sessions.get(prompt.session.session_id) is prompt.session
-        if known and slot_id is not None and self._slots.owner_of(slot_id) == prompt.session.session_id:
-            return slot_id
-        return None
+        over = self._is_over(prompt)
+        slot_id = prompt.turn.slot_id if over else prompt.session.slot_id
+        owner = None if over else prompt.session.session_id
+        return slot_id if slot_id is not None and self._slots.owner_of(slot_id) == owner else None
+
+    def _is_over(self, prompt: Prompt) -> bool:
+        """The books of its session are closed."""
+        return prompt.session.closed or self._sessions.get(prompt.session.session_id) is not prompt.session
+
+    def _is_parked(self, prompt: Prompt) -> bool:
+        return not prompt.runs and not self._is_over(prompt) and prompt.session.saved
 
     def _waits_for(self, one: Prompt, other: Prompt) -> bool:
         """Also by way of others. Who was first in line is not when it takes over from a leader that is gone."""
@@ -174,13 +193,25 @@ class Flights:
     async def _look(self, flight: Flight) -> SlotStats | None:
         """The leader's slot as it is now; None while it has none."""
         leader = flight.leader
-        if leader.runs or flight.slot_id is None:
+        if leader.runs or (flight.slot_id is None and not leader.is_lost):
             flight.slot_id = self._slot_of(leader)
-        elif self._slots.owner_of(flight.slot_id) not in (leader.session.session_id, None):
+        if flight.slot_id is not None and self._slots.owner_of(flight.slot_id) not in (leader.session.session_id, None):
             flight.slot_id = None
+        if flight.slot_id is None and self._is_parked(leader) and not flight.was_fetched:
+            flight.was_fetched = True
+            await self._bring_back(leader)
+            flight.slot_id = self._slot_of(leader)
+            leader.is_lost = flight.slot_id is None
         if flight.slot_id is None:
             return None
         return slot_in(await self._watch.refresh(), flight.slot_id)
+
+    async def _bring_back(self, leader: Prompt) -> None:
+        """To load it is cheaper than to prefill it again; where that cannot be, whoever waits does the latter."""
+        try:
+            await self._fetch(leader.session)
+        except PolyKVError as e:
+            log.info("what session %s said is not to be had: %s", leader.session.session_id, e.message)
 
     def _holds_enough(self, flight: Flight, slot: SlotStats) -> bool:
         if slot.n_tokens < flight.n_wanted:
@@ -198,7 +229,7 @@ class Flights:
             self._miss(flight, f"slot {slot_id} cannot be shared yet: {e.message}")
             flight.refused = isinstance(e, SessionNotResident)
             if not flight.leader.runs:
-                flight.slot_id = None  # another one's by now
+                flight.slot_id, flight.leader.is_lost = None, True  # another one's by now
             return False
         return True
 
@@ -224,6 +255,7 @@ class Flights:
         self._flights[heir.prompt.number] = flight
         flight.leader, flight.tokens = heir.prompt, known(heir.prompt)
         flight.slot_id, flight.wished = None, [heir.n_common]
+        flight.was_fetched = False
         for waiter in list(flight.waiting.values()):
             waiter.n_common = lcp_tokens(flight.tokens, known(waiter.prompt))
             if waiter.n_common < self.min_tokens:

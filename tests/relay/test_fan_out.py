@@ -358,6 +358,51 @@ async def test_when_nobody_holds_it_any_more_the_next_one_prefills_and_it_is_a_p
     assert (await ask(proxy, WORDS[2]))["cached_n_tokens"] == n_common(engine, CHAT)
 
 
+async def test_what_a_session_left_is_shared_after_its_books_are_closed(engine: FakeEngine, proxy: Proxy) -> None:
+    """Who names no session is forgotten after a while; its slot still holds what it said, as long as nobody took it."""
+    await proxy.client.post(CHAT, json=body_of(CHAT, WORDS[0]))
+    proxy.control.sessions.anonymous_idle_s = 0
+    await until(lambda: len(proxy.control.sessions) == 0)
+    receipt = await ask(proxy, WORDS[1])
+    assert (receipt["cached_n_tokens"], receipt["miss_reason"]) == (n_common(engine, CHAT), None)
+    assert [pool["prefix_len"] for pool in await pools(proxy)] == [n_common(engine, CHAT)]
+
+
+async def test_what_somebody_else_put_there_since_is_not_shared(engine: FakeEngine, proxy: Proxy) -> None:
+    await proxy.client.post(CHAT, json=body_of(CHAT, WORDS[0]))
+    proxy.control.sessions.anonymous_idle_s = 0
+    await until(lambda: len(proxy.control.sessions) == 0)
+    (slot,) = [slot for slot in engine.slots if slot.tokens]
+    other = {"prompt": "Nothing of the kind. " * 60, "id_slot": slot.id, "n_predict": 2}
+    assert (await proxy.client.post("/completion", json=other)).status_code == 200
+    n_before = engine.n_prompt_cum
+    assert (await ask(proxy, WORDS[1]))["cached_n_tokens"] == 0
+    assert engine.n_prompt_cum - n_before == n_tokens(engine, CHAT, WORDS[1])
+    orders = [order for order in engine.requests("/polykv/engine/pools") if order.method == "POST"]
+    n_tried = [order.json()["op"] for order in orders].count("snapshot")
+    assert n_tried == 1, "once it is seen to be another one's it is left alone"
+
+
+async def test_what_a_parked_session_said_is_loaded_and_shared(make_proxy: ProxyMaker) -> None:
+    async with FakeEngine(save_ram=1 << 30) as engine, make_proxy(engine.url, warm_after_s=0.1, **SHORT) as proxy:
+        await ask(proxy, WORDS[0])
+        await until(lambda: not any(slot.tokens for slot in engine.slots))
+        n_before = engine.n_prompt_cum
+        receipt = await ask(proxy, WORDS[1])
+        assert receipt["cached_n_tokens"] == n_common(engine, CHAT)
+        assert engine.n_prompt_cum - n_before == n_tokens(engine, CHAT, WORDS[1]) - n_common(engine, CHAT)
+        assert (await ask(proxy, WORDS[0]))["cached_n_tokens"] > n_common(engine, CHAT), "it has its own still"
+
+
+async def test_what_cannot_be_loaded_is_prefilled(make_proxy: ProxyMaker) -> None:
+    async with FakeEngine(save_ram=1 << 30) as engine, make_proxy(engine.url, warm_after_s=0.1, **SHORT) as proxy:
+        await ask(proxy, WORDS[0])
+        await until(lambda: not any(slot.tokens for slot in engine.slots))
+        engine.saved.ram.clear()
+        assert (await ask(proxy, WORDS[1]))["cached_n_tokens"] == 0
+        assert (await ask(proxy, WORDS[2]))["cached_n_tokens"] == n_common(engine, CHAT)
+
+
 async def test_a_deeper_beginning_becomes_a_pool_below(engine: FakeEngine, proxy: Proxy) -> None:
     task = "Read all files in this folder and tell what each of them is for, in one line each. " * 2
     await ask(proxy, WORDS[0])
