@@ -119,6 +119,7 @@ class Attacher:
         except PolyKVError as e:
             log.warning("pool %s cannot be resident now: %s", pool.label, e.message)
             self._named(request)
+            self._room.settled()  # it is counted anew, as one that needs all of its cells
             await self._place(request, found, None, counts=counts)
             reason = "no_pool" if isinstance(e, PoolNotFound) else "not_resident"
             return AttachPlan(miss_reason=reason, asked=asked)

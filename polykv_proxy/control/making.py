@@ -68,6 +68,8 @@ class PoolMaker(EngineSequences, ABC):
         self._n_evicted = 0
         # Orders wait here, where they can be seen and cancelled.
         self._service = asyncio.Lock()
+        self.n_orders = 0
+        """Prefills of pools that are under way or wait for the one that is."""
 
     @abstractmethod
     async def reconcile(self) -> bool:
@@ -104,6 +106,7 @@ class PoolMaker(EngineSequences, ABC):
             raise ContextLengthExceeded(n_prompt_tokens=len(tokens), n_ctx=n_ctx)  # before anybody is evicted for it
         tag = f"pool-{pool_id}.{next(self._numbers)}"
         self._tags.add(tag)
+        self.n_orders += 1
         try:
             # A pool of the tree may do without its parent, and take its sequence.
             with self._using(parent if pool_id not in self._tree else None):
@@ -121,6 +124,7 @@ class PoolMaker(EngineSequences, ABC):
         finally:
             self._room.settled()
             self._tags.discard(tag)
+            self.n_orders -= 1
             self._n_changes += 1
 
     async def materialize_from_slot(self, id_slot: SlotId, tokens: Tokens, pool_id: PoolId) -> Materialized:
@@ -135,6 +139,7 @@ class PoolMaker(EngineSequences, ABC):
         """
         tag = f"pool-{pool_id}.{next(self._numbers)}"
         self._tags.add(tag)
+        self.n_orders += 1
         try:
             async with self._service:
                 whole = await self.snapshot(id_slot, "beginning")
@@ -162,6 +167,7 @@ class PoolMaker(EngineSequences, ABC):
         finally:
             self._room.settled()
             self._tags.discard(tag)
+            self.n_orders -= 1
             self._n_changes += 1
 
     async def _order_in_turn(

@@ -8,7 +8,9 @@
    which it has saved states are warm from then on.
 4. Then those that are pinned or were used a short while ago are brought back, what is saved before what must be
    prefilled, one at a time and only while nobody waits for the engine, without evicting anybody (pinned ones may, as
-   with every order). The rest comes back with the next attach. So after every start of either side.
+   with every order). Its prefill is called off when another pool is asked for, and for one that is not pinned when any
+   request comes, which it would slow down. The rest comes back with the next attach. So after every start of either
+   side.
 """
 
 import asyncio
@@ -221,11 +223,12 @@ class Restorer:
                 has_room = await self._rest_until_it_may_come(pool, epoch)
                 if has_room is None:
                     continue
-                if not has_room:
+                while has_room and not await self._ensure_behind_others(pool):
+                    has_room = await self._rest_until_it_may_come(pool, epoch)
+                if has_room is False:
                     n_left = len(wanted) - place
                     log.info("%d of them stay cold until they are asked for: the engine has no room for more", n_left)
                     return
-                await self._residency.ensure(pool)
             except PolyKVError as e:
                 log.info("pool %s stays cold until it is asked for: %s", pool.label, e.message)
 
@@ -235,7 +238,7 @@ class Restorer:
         """
         has_room = pool.pin
         while True:
-            while not self._residency.at_rest:  # who comes last looks last
+            while not self._residency.at_rest or self._disturbs(pool):  # who comes last looks last
                 await asyncio.sleep(LOOK_AGAIN_S)
                 has_room = pool.pin  # somebody came meanwhile, and may have taken it
             if self._watch.epoch != epoch or self._tree.find(pool.pool_id) is not pool:
@@ -247,6 +250,29 @@ class Restorer:
             has_room = await self._has_room(pool)
             if not has_room:
                 return False
+
+    def _disturbs(self, pool: Pool) -> bool:
+        """Requests are under way, which a prefill for nobody would slow down."""
+        return not pool.pin and bool(self._sessions.running) and not self._is_saved(pool)
+
+    async def _ensure_behind_others(self, pool: Pool) -> bool:
+        """Bring it back, unless somebody comes meanwhile who needs the engine for something else. Gives whether it is.
+
+        Raises:  as ``Residency.ensure``
+        """
+        bringing = asyncio.create_task(self._residency.ensure(pool), name=f"polykv-bring-back-{pool.pool_id}")
+        try:
+            while not bringing.done():
+                await asyncio.wait([bringing], timeout=LOOK_AGAIN_S)
+                if not bringing.done() and (self._residency.n_orders > 1 or self._disturbs(pool)):
+                    log.info("pool %s comes back later: somebody else needs the engine", pool.label)
+                    return False
+        finally:
+            if not bringing.done():
+                bringing.cancel()
+                await asyncio.gather(bringing, return_exceptions=True)
+        bringing.result()
+        return True
 
     async def _has_room(self, pool: Pool) -> bool:
         """Whether it can come back without anybody leaving for it. Raises UpstreamError and its heirs."""

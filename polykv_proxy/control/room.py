@@ -224,6 +224,7 @@ class Room(Promises):
 
         Raises:  KvExhaustedForRequest (503), what ``dismiss`` was given, UpstreamError and its heirs
         """
+        self.put_off()  # what it was promised before would else be waited for by whoever stands before it in the line
         self._n_in_line += 1
         since_s = self._clock()
         try:

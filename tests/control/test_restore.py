@@ -14,6 +14,8 @@ import pytest
 from polykv_proxy.config import load_settings
 from polykv_proxy.control import AttachRequest, Control
 from polykv_proxy.errors import JournalInUse
+from polykv_proxy.ids import SessionId
+from polykv_proxy.sessions import Usage
 from tests.control.conftest import Plane, eventually, planes
 from tests.fake_engine import FakeEngine, Hold
 
@@ -291,6 +293,38 @@ async def test_who_needs_a_pool_now_does_not_wait_for_those_that_come_back(engin
         assert (await asked).pool_id == 11
         assert engine.hooks.n_materialized - n_before <= 2
         await eventually(lambda: len(plane.control.tree.residents()) == 11)
+
+
+@pytest.mark.parametrize("pin", [False, True])
+async def test_what_comes_back_for_nobody_gives_way_in_the_middle(engine, state, pin):
+    """A prefill that nobody waits for is called off for who needs another pool, and done after that."""
+    async with planes(engine, state=state) as plane:
+        await plane.create(prompt="A" * SHORT, name="cold", ttl_s=0)
+        await plane.create(prompt="R" * SHORT, name="recent", pin=pin)
+        hold = Hold()
+        engine.on("materialize", "request", hold)
+        await engine.restart()
+        await hold.reached()
+        order = AttachRequest(path="/completion", body={"prompt": "A" * 41})
+        asked = asyncio.create_task(plane.control.decide_attach(order))
+        await eventually(lambda: plane.control.tree.get("recent").residency == "cold")
+        hold.release()
+        assert (await asked).pool_id == 1
+        await eventually(lambda: {p.label for p in plane.control.tree.residents()} == {"cold", "recent"})
+
+
+async def test_what_comes_back_for_nobody_does_not_slow_down_a_request(engine, state):
+    async with planes(engine, state=state) as plane:
+        await plane.create(prompt="R" * SHORT, name="recent")
+        await plane.create(prompt="P" * SHORT, name="p", pin=True)
+        sessions = plane.control.sessions
+        turn = sessions.begin(sessions.name(SessionId("busy"), 0.0), 0.0)
+        await engine.restart()
+        await eventually(lambda: [pool.label for pool in plane.control.tree.residents()] == ["p"])
+        await asyncio.sleep(0.2)  # some heartbeats
+        assert engine.hooks.n_materialized == 1
+        sessions.end(turn, Usage(), 0.0)
+        await eventually(lambda: {p.label for p in plane.control.tree.residents()} == {"p", "recent"})
 
 
 # Another model -----------------------------------------------------------------------------------------------------

@@ -307,6 +307,29 @@ async def test_a_cold_pool_that_does_not_fit_is_no_reason_to_refuse(plane):
     assert (plan.pool_id, plan.miss_reason, plan.asked) == (None, "not_resident", 1)
 
 
+@pytest.mark.parametrize("n_others", [1, 3])
+async def test_who_loses_its_pool_waits_for_nobody_who_waits_for_it(plane, n_others):
+    """It was promised cells, and stands in line for more of them behind those who wait for these."""
+
+    async def run(prompt: str, **kw: Any) -> AttachPlan:
+        plan = await decide(plane, prompt, **kw)
+        plane.control.settle(plan, Outcome(status=200))
+        return plan
+
+    await plane.create(prompt="P" * 300, name="p", ttl_s=0)
+    assert (await plane.call("POST", "/polykv/pools/p/evict?to=cold"))[0] == 200
+    hold = Hold()
+    plane.engine.on("materialize", "request", hold)
+    large = asyncio.create_task(run("P" * 300 + "x" * 500, pool_ref="p"))
+    await hold.reached()
+    others = [asyncio.create_task(run(f"{i}" * 600)) for i in range(n_others)]
+    await eventually(lambda: plane.control.room._n_in_line == n_others)
+    assert (await plane.call("DELETE", "/polykv/pools/p"))[0] == 200
+    hold.release()
+    plans = await asyncio.wait_for(asyncio.gather(large, *others), 5)
+    assert [plan.miss_reason for plan in plans] == ["no_pool"] * (n_others + 1)
+
+
 async def test_running_requests_are_relieved_of_unused_pools(engine):
     async with planes(engine) as plane:
         await plane.create(tokens=[1] * 700, name="idle")
