@@ -3,10 +3,12 @@
 import asyncio
 import gc
 import sys
+from collections.abc import AsyncIterator
 from typing import Any
 
 import orjson
 import pytest
+import pytest_asyncio
 
 from polykv_proxy.relay import backlog
 from polykv_proxy.relay.backlog import Place
@@ -15,7 +17,7 @@ from polykv_proxy.relay.dialects import Call
 from polykv_proxy.relay.turn import TurnRelay
 from tests.engine.restarts import clean_env
 from tests.fake_engine import FakeEngine, Hold
-from tests.relay.conftest import Proxy
+from tests.relay.conftest import Proxy, ProxyMaker
 from tests.relay.raw import connected, until
 from tests.reliability.conftest import leave_nothing, many_files, post_json
 from tests.store.make import read
@@ -24,6 +26,18 @@ CHAT = "/v1/chat/completions"
 N_QUEUED, N_SLOTS = 2000, 4
 
 Answer = tuple[int, dict[str, str], dict[str, Any]]
+
+
+@pytest_asyncio.fixture
+async def proxy(engine: FakeEngine, make_proxy: ProxyMaker) -> AsyncIterator[Proxy]:
+    """With a lease that outlasts a crowd: its clients are in this process, too, and may keep the heartbeat waiting.
+
+    Without the lease requests would go out as they are, and wait in the engine's queue instead.
+    """
+    async with make_proxy(engine.url) as proxy:
+        proxy.control.lease._ttl_s = 3600.0
+        await proxy.control.lease.renew()
+        yield proxy
 
 
 async def ask(proxy: Proxy, number: int, text: str = "", path: str = CHAT) -> Answer:
