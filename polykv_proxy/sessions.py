@@ -340,6 +340,16 @@ class SessionBook:
             self.on_forgotten(session)
         return session
 
+    def take_back(self, session: Session) -> bool:
+        """Of one whose turns all ended before the engine had one nothing is told: it was not let in, or left before.
+        What the engine may keep of it, from before this start of the proxy, stays. Gives whether it was such a one.
+        """
+        if session.n_sent or session.turns or self._sessions.get(session.session_id) is not session:
+            return False
+        del self._sessions[session.session_id]
+        self._rouse(session)
+        return True
+
     def sweep(self, now_s: float) -> list[SessionId]:
         """Close the books of those that were idle too long; forget the oldest names. Returns who was closed now."""
         closed = []

@@ -19,6 +19,7 @@ from polykv_proxy.doctor import Facts
 from polykv_proxy.errors import Draining, EngineOwned, JournalFailed, JournalInUse, SessionNotFound, UpstreamError
 from polykv_proxy.gate.policy import Policy
 from polykv_proxy.ids import SessionId, SlotId
+from polykv_proxy.sessions import Session
 from polykv_proxy.tree.pool import Pool
 from polykv_proxy.tree.prefix import Tokens
 from polykv_proxy.upstream import Stats
@@ -204,6 +205,12 @@ class Control(Assembly):
         self.plain.forget([session_id])
         self.divergences.forget(session_id)
         return {"session_id": session_id, "detached_from": session.pool_id, "n_running": len(session.turns)}
+
+    def take_back(self, session: Session) -> None:
+        """A turn of it ended unserved: unless it was served before nothing is kept, and it comes again as a new one."""
+        if self.sessions.take_back(session):
+            self.slots.forget([session.session_id])
+            self.plain.forget([session.session_id])
 
     # The data plane ------------------------------------------------------------------------------------------------
 

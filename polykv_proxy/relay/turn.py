@@ -120,6 +120,8 @@ class TurnRelay(Reply):
                 self._control.plain.end(self._pin, usage.ctx_used)
             if unheard_of and self._status != 200 and self._books.get(session.session_id) is session:
                 self._control.drop_session(session.session_id)  # it was told nothing that it could come back to
+            if not self._sent:
+                self._control.take_back(session)
             if self._gating is not None:
                 self._gating.over()
             record.status, record.ended_s = self._status, self._clock()

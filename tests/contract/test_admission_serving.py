@@ -127,10 +127,43 @@ async def test_who_is_refused_was_asked_to_come_back_and_may(proxy: Proxy, busy:
         assert answer.status_code == 429
     counts = proxy.control.door.counts
     assert (counts.refused.total(), counts.n_retries_refused) == (1, 1)
-    assert (await proxy.client.get("/polykv/sessions/new")).json()["n_turns"] == 2
+    assert (await proxy.client.get("/polykv/sessions/new")).status_code == 404
     await busy.end()
     await until(lambda: proxy.control.door.gate.measured.rates.n_active == 0)
     assert (await post(proxy, "new", pool_id="root", overcommit=True)).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_who_was_never_let_in_is_no_session(proxy: Proxy, busy: Busy, stream: bool) -> None:
+    """Refused at once or after the line, or gone while it waited; named or not. Its receipts stay."""
+    await set_policy(proxy, settle_max_ms=0)
+    await busy.begin()
+    names: list[dict[str, Any]] = [{"session_id": "named"}, {"session_id": None}]
+    for policy in ({"on_saturation": "reject"}, {"on_saturation": "queue", "queue_timeout_ms": 50}):
+        await set_policy(proxy, settle_max_ms=0, **policy)
+        for fields in (*names, *names):
+            assert (await post(proxy, "new", stream=stream, **fields)).status_code == 429
+    await set_policy(proxy, settle_max_ms=0, on_saturation="queue")
+    waits = [asyncio.create_task(post(proxy, "new", stream=stream, **fields)) for fields in names]
+    await until(lambda: proxy.control.door.n_waiting == 2)
+    assert len((await proxy.client.get("/polykv/sessions")).json()["sessions"]) == 3
+    for wait in waits:
+        wait.cancel()
+    await asyncio.gather(*waits, return_exceptions=True)
+    await until(lambda: proxy.control.door.n_waiting == 0 and len(proxy.control.sessions) == 1)
+    told = (await proxy.client.get("/polykv/sessions")).json()["sessions"]
+    assert [session["session_id"] for session in told] == ["busy"]
+    rates = (await proxy.client.get("/polykv/tps")).json()["sessions"]
+    assert [session["session_id"] for session in rates] == ["busy"]
+    assert (await proxy.client.get("/polykv/pools")).json()["unpooled"]["sessions"] == []
+    decisions = [a["decision"] if a is not None else None for a in await admissions(proxy)]
+    assert decisions == ["queued"] * 2 + ["refused"] * 8 + ["guaranteed"]
+    await set_policy(proxy, settle_max_ms=0, target_tps_per_session=1e-3)
+    assert (await post(proxy, "named")).status_code == 200
+    assert (await admissions(proxy))[0]["decision"] == "admitted"  # new to the gate, as it was
+    await set_policy(proxy, settle_max_ms=0)
+    assert (await post(proxy, "named")).status_code == 200
+    assert (await admissions(proxy))[0]["decision"] == "continuation"
 
 
 async def test_a_queued_session_waits_in_sight_and_is_served(proxy: Proxy, busy: Busy) -> None:
