@@ -17,6 +17,7 @@ from polykv_proxy.cli.output import (
     nth,
     plain,
     shown,
+    to_go,
 )
 
 _HELD = {
@@ -155,7 +156,7 @@ def _admission(receipt: dict[str, Any]) -> list[str]:
     if gate["waits_for"] is not None:
         line += "" if gate["decision"] == "queued" else "; its turn is held"
         line += f", {nth(gate['place'])} in line" if gate["place"] else ""
-        line += f", about {_ms(gate['eta_ms'] / 1e3)} to go" if gate["eta_ms"] is not None else ""
+        line += to_go(gate)
     parts = [
         (gate[f"projected_mean_tps_{by}"], f"tok/s forecast {how}")
         for by, how in (

@@ -100,6 +100,19 @@ def nth(n: int) -> str:
     return f"{n:,}{'th' if n % 100 in (11, 12, 13) else {1: 'st', 2: 'nd', 3: 'rd'}.get(n % 10, 'th')}"
 
 
+def to_go(gate: Mapping[str, Any]) -> str:
+    """How long one in line still waits, as far as that is known; else nothing."""
+    if gate["eta_ms"] is not None:
+        return f", about {_seconds(gate['eta_ms'])} to go"
+    if gate.get("ends_first"):
+        return f", but its time in line ends first, in {_seconds(gate['left_ms'])}"
+    return ""
+
+
+def _seconds(ms: float) -> str:
+    return f"{max(1, round(ms / 1e3)):,} s"
+
+
 def plain(text: str) -> str:
     """Make foreign text harmless for a terminal: whatever does not print is shown escaped."""
     return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

@@ -17,7 +17,7 @@ from polykv_proxy.cli.output import (
     make_console,
     nth,
     plain,
-    shown,
+    to_go,
 )
 
 if TYPE_CHECKING:
@@ -89,8 +89,8 @@ def _waiting(receipts: list[dict[str, Any]]) -> list[str]:
         gate = receipt["admission"]
         what = "waits to be let in" if gate["waits_for"] == "admission" else "is held before its turn"
         place = f", {nth(gate['place'])} in line" if gate["place"] else ""
-        eta = f", about {shown('eta_ms', gate['eta_ms'])} to go" if gate["eta_ms"] is not None else ""
-        lines.append(f"{plain(receipt['session_id'])} {what}{place}{eta}: {gate['reason']}")
+        why = "others are ahead" if gate["reason"] == "ok" else gate["reason"]
+        lines.append(f"{plain(receipt['session_id'])} {what}{place}{to_go(gate)}: {why}")
     if len(receipts) > _WAITING_MAX:
         lines.append(f"… and {len(receipts) - _WAITING_MAX} more wait")
     return lines

@@ -14,7 +14,7 @@ import logging
 import random
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 from weakref import WeakValueDictionary
 
@@ -26,6 +26,7 @@ from polykv_proxy.errors import PolyKVError
 from polykv_proxy.gate.facts import Arrival, EngineFacts, TurnRequest
 from polykv_proxy.gate.gate import Gate
 from polykv_proxy.gate.outcome import Admitted, Counts, Go, Held, Refused, SessionWake, Tick, TurnHeld, Wake
+from polykv_proxy.gate.queue import Standing
 from polykv_proxy.gate.rate import SessionRate
 from polykv_proxy.gate.settle import AdmitRecord
 from polykv_proxy.ids import PoolId, SessionId
@@ -239,13 +240,19 @@ class Door:
         """None: the pool was released."""
         ticket_id, waiting = held.ticket_id, _Waiting[Admitted | Refused | None]()
         self._tickets[ticket_id] = waiting
-        visit.queued(self._clock(), held.capacity, lambda: self.gate.place(ticket_id, self._clock()))
+        visit.queued(
+            self._clock(),
+            held.capacity,
+            lambda: self.gate.standing(ticket_id, self._clock()),
+            lambda: self.gate.verdict(ticket_id),
+        )
         visit.turn.held = True
         self._arm()
         try:
             visit.on_hold()
             return await waiting.future
         except BaseException:
+            visit.look_again()
             _, wakes = self.gate.cancel(ticket_id, self._clock())
             self._deliver(wakes)
             if isinstance(waiting.answer, Admitted):  # in the very moment in which it left
@@ -309,7 +316,7 @@ class Door:
         if not isinstance(decision, TurnHeld):
             return False
         waiting = self._held[turn.turn_id] = _Waiting[Go]()
-        visit.held(lambda: self._place_of_turn(turn.turn_id))
+        visit.held(lambda: self._standing_of_turn(turn.turn_id))
         turn.held = True
         self._arm()
         try:
@@ -324,9 +331,10 @@ class Door:
             turn.held = False
             visit.goes_on()
 
-    def _place_of_turn(self, turn_id: int) -> tuple[int, float | None]:
-        line, now_s = self.gate.turns.line, self._clock()
-        return line.place(turn_id, now_s) or 0, line.eta_s(turn_id, now_s)
+    def _standing_of_turn(self, turn_id: int) -> Standing:
+        """When its time is over it goes: that is its turn, too."""
+        standing = self.gate.turns.line.standing(turn_id, self._clock())
+        return replace(standing, eta_s=standing.left_s, ends_first=False) if standing.ends_first else standing
 
     def end_turn(self, visit: Visit) -> None:
         """A turn is over, however far it came. After its session's books were brought up to date."""

@@ -11,7 +11,7 @@ from polykv_proxy.gate.facts import Arrival, SessionFacts
 from polykv_proxy.gate.measured import Measured
 from polykv_proxy.gate.outcome import Admitted, Counts, Decision, Held, RefusalCode, Refused, SessionWake
 from polykv_proxy.gate.policy import Policy, Ruling
-from polykv_proxy.gate.queue import Line, Service, Ticket
+from polykv_proxy.gate.queue import Line, Service, Standing, Ticket
 from polykv_proxy.gate.settle import IDLE_FRESH_S, AdmitRecord, Settling
 from polykv_proxy.gate.verdict import (
     GUARANTEED,
@@ -54,6 +54,8 @@ class Entry:
         self.scopes: dict[PoolId, Scope] = {}
         self.granted: dict[SessionId, Granted] = {}
         self.waiting: dict[int, Arrival] = {}
+        self._verdicts: dict[int, Capacity] = {}
+        """Of those who wait, as of the last look."""
         self._n_tickets = 0
         self._records: list[AdmitRecord] = []
 
@@ -136,6 +138,7 @@ class Entry:
 
     def cancel(self, ticket_id: int) -> bool:
         arrival = self.waiting.pop(ticket_id, None)
+        self._verdicts.pop(ticket_id, None)
         return arrival is not None and self.scopes[arrival.ruling.scope].line.cancel(ticket_id)
 
     def pump(self, now_s: float) -> list[SessionWake]:
@@ -155,10 +158,11 @@ class Entry:
             arrival = self.waiting[ticket.ticket_id]
             is_over = ticket.deadline_s <= now_s
             capacity = self.decide(arrival, now_s, ignore_settling=is_over)
+            self._verdicts[ticket.ticket_id] = capacity
             decision = self._answer(arrival, capacity, ticket, now_s, is_blocked=is_blocked)
             if decision is not None:
                 scope.line.take(ticket.ticket_id, now_s, granted=isinstance(decision, Admitted))
-                del self.waiting[ticket.ticket_id]
+                del self.waiting[ticket.ticket_id], self._verdicts[ticket.ticket_id]
                 wakes.append(SessionWake(ticket.ticket_id, decision))
             elif not capacity.is_hard or ticket.is_overdue(now_s):
                 is_blocked = True
@@ -332,15 +336,17 @@ class Entry:
         ticket = Ticket(self._n_tickets, arrival.tenant, since_s, since_s + _wait_s(policy), n_bytes=arrival.n_bytes)
         scope.line.add(ticket)
         self.waiting[ticket.ticket_id] = arrival
-        return Held(ticket.ticket_id, capacity, ticket.deadline_s, *self.place(ticket.ticket_id, now_s))
+        self._verdicts[ticket.ticket_id] = capacity
+        standing = self.standing(ticket.ticket_id, now_s)
+        return Held(ticket.ticket_id, capacity, ticket.deadline_s, standing.place, standing.eta_s)
 
-    def place(self, ticket_id: int, now_s: float) -> tuple[int, float | None]:
-        """Place in line and expected seconds until its turn; place 0: it does not wait."""
+    def standing(self, ticket_id: int, now_s: float) -> Standing:
         arrival = self.waiting.get(ticket_id)
-        if arrival is None:
-            return 0, None
-        line = self.scopes[arrival.ruling.scope].line
-        return line.place(ticket_id, now_s) or 0, line.eta_s(ticket_id, now_s)
+        return self.scopes[arrival.ruling.scope].line.standing(ticket_id, now_s) if arrival is not None else Standing()
+
+    def verdict(self, ticket_id: int) -> Capacity | None:
+        """Why it still waits, as of the last look; None: it does not."""
+        return self._verdicts.get(ticket_id)
 
 
 def _wait_s(policy: Policy) -> float:

@@ -33,7 +33,7 @@ from polykv_proxy.gate.outcome import (
     Wake,
 )
 from polykv_proxy.gate.policy import Ruling
-from polykv_proxy.gate.queue import Service
+from polykv_proxy.gate.queue import Service, Standing
 from polykv_proxy.gate.rate import RateBook
 from polykv_proxy.gate.roofline import Roofline
 from polykv_proxy.gate.turns import Turns
@@ -85,8 +85,8 @@ class Gate:
             if isinstance(wake, SessionWake) and wake.ticket_id == decision.ticket_id:
                 return wake.decision, [w for w in wakes if w is not wake]
         self.counts.n_held += 1
-        place, eta_s = self.entry.place(decision.ticket_id, now_s)
-        return replace(decision, place=place, eta_s=eta_s), wakes
+        standing = self.entry.standing(decision.ticket_id, now_s)
+        return replace(decision, place=standing.place, eta_s=standing.eta_s), wakes
 
     def cancel(self, ticket_id: int, now_s: float) -> tuple[bool, list[Wake]]:
         """A held session does not wait any longer. False: it was answered before; if it was admitted, ``leave``."""
@@ -101,9 +101,12 @@ class Gate:
         self.entry.leave(session_id)
         return self._pump(now_s)
 
-    def place(self, ticket_id: int, now_s: float) -> tuple[int, float | None]:
-        """Place in line and expected seconds until its turn; place 0: it does not wait."""
-        return self.entry.place(ticket_id, now_s)
+    def standing(self, ticket_id: int, now_s: float) -> Standing:
+        return self.entry.standing(ticket_id, now_s)
+
+    def verdict(self, ticket_id: int) -> Capacity | None:
+        """Why it still waits, as of the last look; None: it does not."""
+        return self.entry.verdict(ticket_id)
 
     def n_waiting(self) -> int:
         """Sessions in all lines."""

@@ -32,6 +32,18 @@ class Ticket:
         return now_s - self.arrived_s >= (self.deadline_s - self.arrived_s) / 2
 
 
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """How it looks for one in line. ``place`` 1 is the next one, 0: it does not wait. ``eta_s``: until its turn comes,
+    None = no pace is known, or not before its time in line is over in ``left_s`` (``ends_first``).
+    """
+
+    place: int = 0
+    eta_s: float | None = None
+    left_s: float | None = None
+    ends_first: bool = False
+
+
 @dataclass(slots=True)
 class Service:
     """What each tenant has had, in tokens. The longest unused are forgotten."""
@@ -138,3 +150,11 @@ class Line:
         """When its turn comes, at the pace of the last grants; None: no pace yet."""
         place, interval = self.place(ticket_id, now_s), self.interval_s(now_s)
         return place * interval if place is not None and interval is not None else None
+
+    def standing(self, ticket_id: int, now_s: float) -> Standing:
+        ticket, place = self.get(ticket_id), self.place(ticket_id, now_s)
+        if ticket is None or place is None:
+            return Standing()
+        eta_s, left_s = self.eta_s(ticket_id, now_s), max(0.0, ticket.deadline_s - now_s)
+        ends_first = eta_s is not None and eta_s > left_s
+        return Standing(place, None if ends_first else eta_s, left_s, ends_first)

@@ -133,6 +133,10 @@ class RequestAdmission(Shape):
     place: Count | None
     """1: it is the next one."""
     eta_ms: Count | None
+    """Until its turn comes; null: not known, or not before its time in line is over (``ends_first``)."""
+    left_ms: Count | None
+    """So long it waits at most."""
+    ends_first: bool | None
     sessions_remaining: Count | None
     projected_mean_tps_model: float | None
     projected_mean_tps_measured: float | None

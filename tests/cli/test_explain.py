@@ -61,6 +61,7 @@ def test_who_was_refused_after_a_wait() -> None:
 
 ADMISSION: dict[str, Any] = {
     **{"decision": "admitted", "reason": "ok", "scope": 1, "waits_for": None, "place": None, "eta_ms": None},
+    **{"left_ms": None, "ends_first": None},
     **{"sessions_remaining": None, "projected_mean_tps_model": 9.5, "projected_mean_tps_measured": 9.25},
     **{"projected_mean_tps_roofline": None, "settled_mean_tps": 9.3},
 }
@@ -78,7 +79,13 @@ ADMISSION: dict[str, Any] = {
             {"decision": "queued", "reason": "kv headroom exhausted", "waits_for": "admission", "place": 2}
             | {"eta_ms": 1500, "projected_mean_tps_model": None, "projected_mean_tps_measured": None}
             | {"settled_mean_tps": None},
-            "gate    waits to be let in: kv headroom exhausted, 2nd in line, about 1,500 ms to go",
+            "gate    waits to be let in: kv headroom exhausted, 2nd in line, about 2 s to go",
+        ),
+        (
+            {"decision": "queued", "reason": "ok", "waits_for": "admission", "place": 2, "left_ms": 29_000}
+            | {"ends_first": True, "projected_mean_tps_model": None, "projected_mean_tps_measured": None}
+            | {"settled_mean_tps": None},
+            "gate    waits to be let in, 2nd in line, but its time in line ends first, in 29 s",
         ),
         (
             {"decision": "continuation", "reason": "continuation", "waits_for": "turn", "place": 1}

@@ -34,7 +34,8 @@ async def until_told(proxy: Proxy, tps: float) -> None:
 
 
 def receipt(session: str, received_ts: float = 1.0, **admission: Any) -> dict[str, Any]:
-    known = {"waits_for": "admission", "reason": "ok", "place": None, "eta_ms": None}
+    known = {"waits_for": "admission", "reason": "ok", "place": None, "eta_ms": None, "left_ms": 24_400}
+    known["ends_first"] = False
     return {"session_id": session, "received_ts": received_ts, "admission": known | admission}
 
 
@@ -44,12 +45,14 @@ def test_who_waits_and_who_is_next() -> None:
         [
             receipt("b", place=2, eta_ms=3000, reason=floor),
             receipt("a\x1b", place=1, reason=floor),
+            receipt("d", place=3, ends_first=True),
             receipt("c", waits_for="turn", reason="continuation"),
         ]
     ) == [
         "c is held before its turn: continuation",
         f"a\\x1b waits to be let in, 1st in line: {floor}",
-        f"b waits to be let in, 2nd in line, about 3,000 ms to go: {floor}",
+        f"b waits to be let in, 2nd in line, about 3 s to go: {floor}",
+        "d waits to be let in, 3rd in line, but its time in line ends first, in 24 s: others are ahead",
     ]
     many = _waiting([receipt(str(i), place=i) for i in range(1, 12)])
     assert (len(many), many[-1]) == (6, "… and 6 more wait")

@@ -191,6 +191,34 @@ async def test_who_waits_is_let_in_when_somebody_ends(make_house: Maker) -> None
     assert (told["waits_for"], told["place"]) == (None, None)
 
 
+async def test_the_reason_told_is_that_of_the_last_look(make_house: Maker) -> None:
+    house = make_house(policy(10, settle_max_ms=5000, on_saturation="queue", queue_timeout_ms=30_000))
+    house.read()
+    first, second = house.visit("a"), house.visit("b")
+    await house.ask(first)
+    asking = house.ask(second)
+    await settled()
+
+    def told() -> dict[str, Any]:
+        answer = second.told()
+        assert answer is not None
+        return answer
+
+    assert (told()["reason"], told()["projected_mean_tps_model"]) == ("measurement settling", None)
+    assert (told()["left_ms"], told()["eta_ms"], told()["ends_first"]) == (30_000, None, False)
+    house.facts.decodes("a", 12.0)
+    house.read(6.0)
+    assert (told()["reason"], told()["projected_mean_tps_model"]) == ("projected mean tps below floor", 6.0)
+    assert (told()["decision"], told()["left_ms"]) == ("queued", 24_000)
+    house.facts.others.clear()
+    house.over(first)
+    house.read(2.0)
+    assert told()["reason"] == "projected mean tps below floor (idle estimate)"
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    assert (told()["reason"], told()["left_ms"]) == ("projected mean tps below floor (idle estimate)", None)
+
+
 async def test_a_full_line_and_a_line_in_vain(make_house: Maker) -> None:
     house = make_house(policy(10, settle_max_ms=0, on_saturation="queue", max_queue=1, queue_timeout_ms=2000))
     house.facts.decodes("a", 12.0)

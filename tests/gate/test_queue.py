@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polykv_proxy.gate.queue import GRANT_SERVICE, MAX_TENANTS, Line, Service, Ticket
+from polykv_proxy.gate.queue import GRANT_SERVICE, MAX_TENANTS, Line, Service, Standing, Ticket
 
 
 def ticket(i: int, tenant: str = "a", arrived_s: float = 0.0, wait_s: float = 1000.0, rank: float = 0.0) -> Ticket:
@@ -102,6 +102,18 @@ def test_the_eta_follows_the_pace_and_gets_longer_when_nothing_moves() -> None:
     assert line.eta_s(5, 20.0) == pytest.approx(30.0)
     assert line.eta_s(3, 120.0) == pytest.approx(50.0)
     assert line.eta_s(99, 120.0) is None
+
+
+def test_a_turn_that_comes_after_the_end_is_not_promised() -> None:
+    line = Line()
+    for i in range(6):
+        line.add(ticket(i, wait_s=30.0))
+    assert line.standing(5, 1.0) == Standing(6, None, 29.0)  # no pace yet
+    for i in range(3):
+        line.take(i, 5.0 * i, granted=True)
+    assert line.standing(4, 10.0) == Standing(2, 10.0, 20.0)
+    assert line.standing(5, 20.0) == Standing(3, None, 10.0, ends_first=True)
+    assert line.standing(0, 20.0) == Standing()
 
 
 def test_expired_are_told_in_order_of_arrival() -> None:

@@ -406,7 +406,7 @@ def test_who_needs_too_many_cells_lets_others_pass_until_he_waited_for_half_his_
     e.run(6, 120.0)
     later, _ = e.gate.arrive(arrival("later", given, expected_tokens=100), e.now_s)
     assert [w for t in e.run(5, 120.0) for w in t.wakes] == []
-    assert [e.gate.place(t.ticket_id, e.now_s)[0] for t in (big, later)] == [1, 2]
+    assert [e.gate.standing(t.ticket_id, e.now_s).place for t in (big, later)] == [1, 2]
 
 
 def test_a_stale_reading_is_never_free_capacity() -> None:
