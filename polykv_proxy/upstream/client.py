@@ -31,6 +31,7 @@ from polykv_proxy.errors import (
 )
 from polykv_proxy.upstream.errors import FOREIGN, map_client_error, map_hook_answer
 from polykv_proxy.upstream.headers import forwardable
+from polykv_proxy.upstream.no_content import lenient
 from polykv_proxy.upstream.plain import PlainSlot, read_slots
 from polykv_proxy.upstream.response import UpstreamResponse
 from polykv_proxy.upstream.short import MAX_BYTES, Limits, ShortPosts
@@ -104,7 +105,7 @@ class EngineClient:
                 else aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
             )
             session = aiohttp.ClientSession(
-                connector=connector,
+                connector=lenient(connector),
                 auto_decompress=False,
                 cookie_jar=aiohttp.DummyCookieJar(),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, connect=None, sock_read=None),
