@@ -33,7 +33,15 @@ ASLEEP = Excuse(
     "what the proxy adds to `/metrics` says less of an engine that sleeps (no epoch, no cells); llama-server's part is "
     "the same",
 )
-_OF_PROXY = {"test_metrics::test_metrics_disabled": OWN_METRICS}
+SLOT_NAMED = Excuse(
+    'assert "updating prompt cache" in log.drain()',
+    "in auto mode the proxy names the slot, and llama-server looks into its own prompt cache (`--cache-ram`) only when "
+    "it chooses one itself; explicit mode leaves that to it",
+)
+_OF_PROXY = {
+    "test_metrics::test_metrics_disabled": OWN_METRICS,
+    "test_kv_keep_only_active::test_clear_and_restore": SLOT_NAMED,
+}
 EXCUSED: dict[str, dict[str, Excuse]] = {
     "patched": _OF_POOLS,
     "proxy": _OF_POOLS | _OF_PROXY | {"test_sleep::test_server_sleep_read_only_endpoints": ASLEEP},
@@ -42,6 +50,9 @@ EXCUSED: dict[str, dict[str, Excuse]] = {
 
 
 ELSEWHERE: dict[str, str] = {
+    "test_rerank::test_rerank*": "expects the ranking, or counts the tokens, of the model that it downloads",
+    "test_embedding::test_embedding_mixed_input*": "needs a model that puts tokens of its own around an empty text",
+    "test_embedding::test_embedding_error_prompt_too_long": "needs a model whose context is longer than its batch",
     "test_basic::test_load_split_model": "needs a model in several files",
     "test_basic::test_no_ui": "needs the web page built into the binary, which our builds leave out",
     "test_security::test_access_static_assets_without_api_key": "needs the web page built into the binary, which our "
@@ -58,7 +69,7 @@ _WORDS = "looks for the words of the model that it downloads"
 _RULES = (
     (r"NameResolutionError|Failed to resolve|Name or service not known|Max retries", "needs the internet"),
     (r"match_regex|re_content|expected_result", _WORDS),
-    (r"^(AssertionError: )?assert \d+ (==|>|<|!=) \d+", "counts the tokens of the model that it downloads"),
+    (r"^(AssertionError: )?assert \d+ (==|>|<|!=) \(?\d+", "counts the tokens of the model that it downloads"),
 )
 
 

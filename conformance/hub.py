@@ -1,8 +1,8 @@
 """A model hub on the disk: every repository that llama.cpp's tests name, in the layout of the cache they download into.
 
-The tests' chat model stands for those that write English; the others are tiny models with random weights
-(``tests.engine.tiny_models``). The words they write are not those that some tests look for: such a test fails in front
-of a stock server, too, and says nothing.
+All are tiny models with random weights (``tests.engine.tiny_models``). The words they write are not those that some
+tests look for: such a test fails in front of a stock server, too, and says nothing. A model that writes English makes
+no more of them pass.
 """
 
 import base64
@@ -66,8 +66,7 @@ EMBEDDING = TinyModel("embedding", "llama", DENSE.n_layer, _describe_embedding, 
 INFILL = TinyModel("infill", "llama", DENSE.n_layer, _describe_infill, DENSE.layer, DENSE.final_norm)
 RERANKER = TinyModel("reranker", "qwen3", 4, _describe_reranker, _reranker_layer, DENSE.final_norm)
 
-CHAT = "the tests' chat model (SmolLM2-135M-Instruct)"
-REPOSITORIES: dict[str, dict[str, str | TinyModel | Callable[[Path], object]]] = {
+REPOSITORIES: dict[str, dict[str, TinyModel | Callable[[Path], object]]] = {
     "ggml-org/test-model-stories260K": {"stories260K-f32.gguf": DENSE},
     "ggml-org/test-model-stories260K-infill": {"stories260K-infill-f32.gguf": INFILL},
     "ggml-org/models": {
@@ -77,9 +76,6 @@ REPOSITORIES: dict[str, dict[str, str | TinyModel | Callable[[Path], object]]] =
     "ggml-org/stories15M_MOE": {"stories15M_MOE-F16.gguf": DENSE},
     "ggml-org/tinygemma3-GGUF": {"tinygemma3-Q8_0.gguf": DENSE, "mmproj-tinygemma3-Q8_0.gguf": write_tiny_projector},
 }
-ENGLISH = {"ggml-org/test-model-stories260K": {"stories260K-f32.gguf": CHAT}}
-"""What is another model in the hub of the tests that want English, or an answer that ends by itself."""
-
 # What the tests download by address, by the last part of it.
 DOWNLOADS: dict[str, TinyModel | Callable[[Path], object]] = {
     "moe_shakespeare15M.gguf": write_tiny_lora,
@@ -94,30 +90,26 @@ def write_picture(path: Path, seed: int) -> None:
 
 
 def write_hub(folder: Path) -> None:
-    """Make ``folder/hub`` and ``folder/english`` (``LLAMA_CACHE`` of the servers), and ``folder/downloads``."""
-    chat_model = chat_model_path()
+    """Make ``folder/hub`` (``LLAMA_CACHE`` of the servers) and ``folder/downloads``."""
+    vocabulary = chat_model_path()
     numbers = itertools.count()
     written: dict[int, Path] = {}
 
-    def put(what: str | TinyModel | Callable[[Path], object], target: Path) -> None:
+    def put(what: TinyModel | Callable[[Path], object], target: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
-        if isinstance(what, str):
-            target.symlink_to(chat_model)
-            return
         if id(what) not in written:
             written[id(what)] = folder / str(next(numbers))
             if isinstance(what, TinyModel):
-                write_tiny_model(what, chat_model, written[id(what)])
+                write_tiny_model(what, vocabulary, written[id(what)])
             else:
                 what(written[id(what)])
         target.symlink_to(written[id(what)])
 
-    for hub, repositories in (("hub", REPOSITORIES), ("english", REPOSITORIES | ENGLISH)):
-        for repository, files in repositories.items():
-            cached = folder / hub / f"models--{repository.replace('/', '--')}"
-            (cached / "refs").mkdir(parents=True)
-            (cached / "refs" / "main").write_text(COMMIT)
-            for name, what in files.items():
-                put(what, cached / "snapshots" / COMMIT / name)
+    for repository, files in REPOSITORIES.items():
+        cached = folder / "hub" / f"models--{repository.replace('/', '--')}"
+        (cached / "refs").mkdir(parents=True)
+        (cached / "refs" / "main").write_text(COMMIT)
+        for name, what in files.items():
+            put(what, cached / "snapshots" / COMMIT / name)
     for name, made in DOWNLOADS.items():
         put(made, folder / "downloads" / name)

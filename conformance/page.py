@@ -26,9 +26,9 @@ are as they are by default; nothing in the tests knows of them.
 UPSTREAM = """## llama.cpp's own server tests
 
 All of `tools/server/tests` of the pinned commit, unchanged, with engine and proxy in the place of the server binary.
-The models that they would download are replaced: SmolLM2-135M for the one that writes English, tiny models with random
-weights for the others (vision, embeddings, reranking, infill, LoRA, drafts). So what looks for the words of a certain
-model fails on stock as well; it says nothing about the proxy and is listed at the end.
+The models that they would download are replaced by tiny ones with random weights: dense, seeing, embedding, reranking,
+filling in, with an adapter and as a draft. So what looks for the words or counts the tokens of a certain model fails on
+stock as well; it says nothing about the proxy and is listed at the end.
 """
 
 

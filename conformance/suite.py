@@ -19,9 +19,6 @@ TEST_TIMEOUT_S = 300
 NOWHERE = "http://127.0.0.1:9"
 """A hub that is not there, so that nobody waits for one."""
 
-ENGLISH_FILES = frozenset({"test_chat_completion", "test_completion"})
-"""Files of which more tests pass with a model that writes English."""
-
 
 class CannotRunError(Exception):
     """The tests could not be run at all; the message is for a person."""
@@ -112,7 +109,7 @@ def run(
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("POLYKV_", "LLAMA_", "HF_"))}
     environment = kept | {
         "LLAMA_SERVER_BIN_PATH": str(launcher),
-        "LLAMA_CACHE": str(suite.hub / ("english" if file_of(selected[0]) in ENGLISH_FILES else "hub")),
+        "LLAMA_CACHE": str(suite.hub / "hub"),
         "MODEL_ENDPOINT": NOWHERE,
         "HF_ENDPOINT": NOWHERE,
         "CONFORMANCE_BINARY": str(suite.binaries[server.ARMS[arm]]),
@@ -153,11 +150,6 @@ def port_for_long() -> int:
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return port
     raise CannotRunError("of a hundred ports from 20000 to 30000 none is free")
-
-
-def file_of(selected: str) -> str:
-    """Of a file or a test, as pytest names them."""
-    return Path(selected.partition("::")[0]).stem
 
 
 def pytest_name(name: str) -> str:
