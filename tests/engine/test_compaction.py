@@ -26,6 +26,8 @@ pytestmark = pytest.mark.engine
 
 TRUNK_LEN, WORK_LEN, SHORT_LEN, SUFFIX_LEN = 300, 700, 360, 60
 N_ANSWER, N_SESSIONS = 8, 4
+ROUNDING_NATS = 0.3
+"""Of a quantised model, whose products are rounded otherwise in batches of another size."""
 GREEDY = {"temperature": 0, "ignore_eos": True, "n_predict": N_ANSWER, "return_tokens": True}
 
 
@@ -124,7 +126,9 @@ def assert_right(stack: ProxyStack, prompt: list[int], tokens: list[int]) -> Non
     if tokens != alone["tokens"]:
         at = next(i for i, (one, other) in enumerate(zip(tokens, alone["tokens"], strict=True)) if one != other)
         first, second = (top["logprob"] for top in alone["completion_probabilities"][at]["top_logprobs"])
-        assert first - second < CLEAR_NATS, f"token {at} of {tokens} is not that of {alone['tokens']}"
+        is_exact = "dense" in stack.http.get("/props").json()["model_path"]
+        nats = CLEAR_NATS if is_exact else ROUNDING_NATS
+        assert first - second < nats, f"token {at} of {tokens} is not that of {alone['tokens']}"
 
 
 def in_one_call(stack: ProxyStack, short: list[int], _: Path) -> dict[str, Any]:
