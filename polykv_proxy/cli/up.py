@@ -180,7 +180,8 @@ def _check_journal(settings: "Settings") -> None:
     if settings.state_path == MEMORY_STATE or not place.is_there(journal):
         return
     try:
-        place.unlock(place.lock(place.prepare(journal)))
+        real = place.prepare(journal)
+        place.unlock(place.lock(real), real)
     except place.Taken as holder:
         raise EngineProblem(
             f"the journal {settings.state_path} is in use by {holder}: stop that one, or name another file with --state"

@@ -65,6 +65,7 @@ class Journal:
         self._path, self._offset_s, self._lock_wait_s = path, unix_offset_s, lock_wait_s
         self._file: Path | None = None
         self._lock_fd: int | None = None
+        self._lock_path = Path()
         self._db: Database | None = None
         self._fingerprint: str | None = None
         self._closed = False
@@ -288,6 +289,7 @@ class Journal:
             return Opened([], None, 1)
         try:
             self._file = place.prepare(Path(self._path))
+            self._lock_path = self._file
             self._lock_fd = place.lock(self._file, self._lock_wait_s)
             self._db, rows = self._open_file(self._file)
         except place.Taken as e:
@@ -438,5 +440,5 @@ class Journal:
             self._db.close()
             self._db = None
         if self._lock_fd is not None:
-            place.unlock(self._lock_fd)
+            place.unlock(self._lock_fd, self._lock_path)
             self._lock_fd = None

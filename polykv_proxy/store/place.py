@@ -6,7 +6,8 @@ somebody could have put it there to have us write elsewhere. What is no regular 
 never touched: to rename a device as root takes it from everybody.
 
 The lock is a file beside the journal (``<file>.lock``), locked by the kernel: it ends with the process, however that
-ends. It says who has it, for a person, and is never removed: who removed it could lock out nobody.
+ends. It says who has it, for a person. Who has it removes the file when it is done, still locked; who waited for that
+one then finds that it is not the file of that name any more, and begins anew. One that was killed leaves it.
 """
 
 import contextlib
@@ -55,16 +56,27 @@ def lock(path: Path, wait_s: float = LOCK_WAIT_S) -> int:
 
     Raises:  Taken, Unusable
     """
-    name = path.with_name(f"{path.name}.lock")
+    name, end_s = path.with_name(f"{path.name}.lock"), time.monotonic() + wait_s
+    fd = _locked(name, end_s)
+    while not _is_at(fd, name):
+        os.close(fd)
+        fd = _locked(name, end_s)
+    with contextlib.suppress(OSError):  # a full disk: the lock holds all the same, it only cannot say whose it is
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"process {os.getpid()}\n".encode(), 0)
+    return fd
+
+
+def _locked(name: Path, end_s: float) -> int:
+    """Open and lock what lies there; gives the descriptor. Raises Taken, Unusable."""
     try:
         fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as e:
         raise Unusable(f"{name}: {_why(e)}") from e
-    end_s = time.monotonic() + wait_s
     while True:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
+            return fd
         except BlockingIOError as e:
             if time.monotonic() < end_s:
                 time.sleep(LOCK_LOOK_S)
@@ -75,13 +87,24 @@ def lock(path: Path, wait_s: float = LOCK_WAIT_S) -> int:
         except OSError as e:
             os.close(fd)
             raise Unusable(f"{name} cannot be locked: {_why(e)}") from e
-    with contextlib.suppress(OSError):  # a full disk: the lock holds all the same, it only cannot say whose it is
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"process {os.getpid()}\n".encode(), 0)
-    return fd
 
 
-def unlock(fd: int) -> None:
+def _is_at(fd: int, name: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), name.lstat())
+    except FileNotFoundError:
+        return False
+    except OSError as e:
+        os.close(fd)
+        raise Unusable(f"{name}: {_why(e)}") from e
+
+
+def unlock(fd: int, path: Path) -> None:
+    """Give back the lock of the journal at ``path``."""
+    name = path.with_name(f"{path.name}.lock")
+    with contextlib.suppress(OSError):  # a folder that may not be written to any more: it stays, and locks nobody out
+        if os.path.samestat(os.fstat(fd), name.lstat()):
+            name.unlink()
     os.close(fd)
 
 

@@ -65,7 +65,7 @@ def test_wrong_usage_comes_before_a_journal_and_ports_that_are_taken(
 ) -> None:
     lock = held_journal(site)
     status, stderr = site.up(*arguments, engine_port=site.taken_port)
-    place.unlock(lock)
+    place.unlock(lock, site.folder / "pools.db")
     assert (status, len(stderr.splitlines())) == (2, 1), stderr
     assert said in stderr
     assert not site.mark.exists()
@@ -79,7 +79,7 @@ def test_a_journal_in_use_comes_before_ports_and_no_engine_is_started(site: Site
         f"polykvctl: the journal {site.folder / 'pools.db'} is in use by process {os.getpid()}: "
         "stop that one, or name another file with --state\n",
     )
-    place.unlock(lock)
+    place.unlock(lock, site.folder / "pools.db")
     assert not site.mark.exists()
     assert site.up()[0] == 1
     assert site.mark.exists(), "nothing is in its way any more"

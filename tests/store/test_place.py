@@ -4,6 +4,8 @@ import logging
 import os
 import socket
 import stat
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -31,7 +33,30 @@ async def test_only_its_owner_may_read_it(tmp_path: Path) -> None:
     finally:
         os.umask(before)
     assert mode(path.parent) == 0o700
-    assert beside(path) == ["pools.db", "pools.db.lock"]
+    assert beside(path) == ["pools.db"]
+
+
+def test_a_lock_goes_with_its_holder_and_locks_out_who_comes_then(tmp_path: Path) -> None:
+    """Who waited for the file that was removed has the lock of nothing, and takes that of the name."""
+    path = tmp_path / "pools.db"
+    first = place.lock(path, 0.0)
+    waiting, got = threading.Event(), []
+
+    def wait() -> None:
+        waiting.set()
+        got.append(place.lock(path, 10.0))
+
+    other = threading.Thread(target=wait)
+    other.start()
+    waiting.wait(10)
+    time.sleep(0.1)  # it is likely to have the old file open by now; right either way
+    place.unlock(first, path)
+    other.join(10)
+    assert os.path.samestat(os.fstat(got[0]), (tmp_path / "pools.db.lock").stat())
+    with pytest.raises(place.Taken, match=f"process {os.getpid()}"):
+        place.lock(path, 0.0)
+    place.unlock(got[0], path)
+    assert beside(path) == []
 
 
 async def test_a_folder_that_is_there_is_left_as_it_is(tmp_path: Path) -> None:
