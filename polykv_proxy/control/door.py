@@ -223,7 +223,7 @@ class Door:
                 policy = self._policies.resolve(pool.pool_id).policy or policy  # it may be another one by now
             visit.answered(decision)
             if isinstance(decision, Refused):
-                raise refusal_of(decision, pool, policy, self._u())
+                raise refusal_of(decision, pool, policy, self._u(), self._facts.gap_s)
         except BaseException:
             self._inside.pop(me, None)
             raise

@@ -109,6 +109,11 @@ class GateFacts:
             "seq_ids_max": stats.max_pools if stats is not None else None,
         }
 
+    @property
+    def gap_s(self) -> float:
+        """So long a session counts after a turn."""
+        return self._sessions.gap_s
+
     def is_known(self, session_id: SessionId) -> bool:
         """It was served before: what comes is a continuation."""
         session = self._sessions.get(session_id)

@@ -3,7 +3,7 @@
 from polykv_proxy.errors import AdmissionRefused, LoadUnknown, PoolSaturated, QueueFull, QueueTimeout
 from polykv_proxy.gate.outcome import RefusalCode, Refused, retry_after
 from polykv_proxy.gate.policy import Policy
-from polykv_proxy.gate.verdict import HARD
+from polykv_proxy.gate.verdict import FLOOR_IDLE, HARD
 from polykv_proxy.tree.pool import Pool
 
 CLASSES: dict[RefusalCode, type[AdmissionRefused]] = {
@@ -14,8 +14,8 @@ CLASSES: dict[RefusalCode, type[AdmissionRefused]] = {
 }
 
 
-def refusal_of(refused: Refused, pool: Pool, policy: Policy, u: float) -> AdmissionRefused:
-    """``u``: a random number from 0 to 1."""
+def refusal_of(refused: Refused, pool: Pool, policy: Policy, u: float, gap_s: float) -> AdmissionRefused:
+    """``u``: a random number from 0 to 1. ``gap_s``: so long a session counts after a turn."""
     capacity = refused.capacity
     after_s, after_ms = retry_after(refused.retry_after_s, u)
     projected = capacity.projected_mean_tps_if_admitted
@@ -28,6 +28,13 @@ def refusal_of(refused: Refused, pool: Pool, policy: Policy, u: float) -> Admiss
         "queue_timeout": f"no place in pool {pool.label} came free within {policy.queue_timeout_ms / 1e3:g} s",
         "upstream_unavailable": f"the engine's load is not known, so pool {pool.label} takes no new session",
     }[refused.code]
+    if refused.reason == FLOOR_IDLE:
+        n = capacity.n_at_rest
+        at_rest = "1 session at rest counts" if n == 1 else f"{n} sessions at rest count"
+        why += (
+            f"; {at_rest} as live for {gap_s:g} s after a turn (POLYKV_SESSION_GAP_S), and DELETE "
+            "/polykv/sessions/{id} (polykvctl sessions delete) of those that are done gives their place up at once"
+        )
     next_step = f"try again in {after_s} s"
     if refused.reason not in HARD:
         next_step += ', or send "overcommit": true to go past the floor'

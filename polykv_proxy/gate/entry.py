@@ -254,6 +254,7 @@ class Entry:
                 *(g.pool_id for g in granted),
             ].count(arrival.pool_id),
             n_scope_sessions=len(of_scope) + len([g for g in granted if g.scope == scope_id]),
+            n_at_rest=sum(s.state == "idle" for s in of_scope),
             settle_remaining_ms=settling.remaining_ms(policy, now_s) if policy is not None else None,
             n_unsettled=settling.n_unsettled(),
             drop_tps=settling.drop_tps,

@@ -76,6 +76,8 @@ class Situation:
     n_pool_sessions: int = 0
     n_scope_sessions: int = 0
     settle_remaining_ms: float | None = None
+    n_at_rest: int = 0
+    """Of these between two turns."""
     n_unsettled: int = 0
     drop_tps: float | None = None
     idle_mean_tps: float | None = None
@@ -110,6 +112,8 @@ class Capacity:
     kv_cells_per_stream: int | None
     measured_s: float | None
     policy: Policy | None
+    n_at_rest: int = 0
+    """Sessions under its policy that are between two turns: they are counted on."""
 
     @property
     def is_hard(self) -> bool:
@@ -205,6 +209,7 @@ def decide(question: Question, situation: Situation) -> Capacity:
         kv_cells_per_stream=streams.cells_per_stream if streams else None,
         measured_s=facts.measured_s if facts is not None else None,
         policy=policy,
+        n_at_rest=situation.n_at_rest,
     )
 
 

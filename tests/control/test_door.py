@@ -170,6 +170,21 @@ async def test_the_first_is_guaranteed_and_the_second_refused(make_house: Maker)
     assert house.door._inside.keys() == {"a"}
 
 
+async def test_who_is_refused_for_those_at_rest_is_told_what_counts(make_house: Maker) -> None:
+    house = make_house(policy(10))
+    house.read()
+    await house.ask(house.visit("a"))
+    house.facts.decodes("a", 12.0)
+    house.read(6.0)
+    house.facts.decodes("a", 12.0, state="idle")
+    house.read()
+    with pytest.raises(PoolSaturated) as refused:
+        await house.ask(house.visit("b"))
+    assert refused.value.reason == "projected mean tps below floor (idle estimate)"
+    assert "; 1 session at rest counts as live for 60 s after a turn (POLYKV_SESSION_GAP_S)" in refused.value.message
+    assert "DELETE /polykv/sessions/{id} (polykvctl sessions delete)" in refused.value.message
+
+
 async def test_who_waits_is_let_in_when_somebody_ends(make_house: Maker) -> None:
     house = make_house(policy(10, settle_max_ms=0, on_saturation="queue"))
     house.facts.decodes("a", 12.0)
