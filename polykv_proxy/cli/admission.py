@@ -205,6 +205,8 @@ def _of_capacity(answer: Mapping[str, Any]) -> list[str]:
     else:
         n = "room for one more session at least" if more is None else f"room for {count(more)} more session"
         lines = [f"{called(answer)}: {n}{'s' if more not in (None, 1) else ''}: {answer['reason']}"]
+        if answer["reason"] == "ok" and answer["projected_mean_tps_if_admitted"] is None:
+            lines[0] += ", by free cells alone: no rate is known yet"
     values = ((label, _measured_value(field, answer[field])) for field, label in _MEASURED)
     lines += [f"{label:<22}{value}" for label, value in values if value is not None]
     if answer["mode"] == "advisory":

@@ -73,8 +73,11 @@ def explain(
         with control_client(url, admin_key) as control:
             found = control.get(f"/polykv/requests?{urlencode(query)}")["requests"]
         if not found:
-            which = "" if request_id is None else f" {plain(request_id)}; it keeps the last 1,000"
-            raise ServerRefused(f"the proxy knows no request{which}", status=200)
+            if request_id is None:
+                nothing = "the proxy knows no request yet: send one to its /v1/chat/completions, /v1/messages, …"
+                raise ServerRefused(f"{nothing} (base URL {url}/v1), and ask again", status=200)
+            nothing = f"the proxy knows no request {plain(request_id)}; it keeps the last 1,000"
+            raise ServerRefused(f"{nothing} since it was started (GET /polykv/requests)", status=200)
         if as_json:
             echo_json(found[0])
         else:

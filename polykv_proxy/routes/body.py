@@ -206,15 +206,16 @@ async def read_body(request: web.Request, model: type[Read], n_ctx: int | None) 
     try:
         return model.model_validate(parsed)
     except ValidationError as e:
-        raise _named(e) from e
+        raise _named(e, model) from e
 
 
-def _named(error: ValidationError) -> RequestError:
+def _named(error: ValidationError, model: type[_Body]) -> RequestError:
     """The first thing that is wrong, with the field's path as a person would write it."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     field = str(first["loc"][0]) if first["loc"] else None
     if first["type"] == "extra_forbidden":
-        return RequestError(f"unknown field {field!r}", param=field)
+        there = ", ".join(info.alias or name for name, info in model.model_fields.items())
+        return RequestError(f"unknown field {field!r}; there are: {there}", param=field)
     if field in ("prompt", "pool_id"):
         wanted = {"prompt": "a string, or a list of token ids and strings", "pool_id": "a pool's id or its name"}
         return RequestError(f"{field} must be {wanted[field]}", param=field)

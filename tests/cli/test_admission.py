@@ -165,6 +165,10 @@ def test_what_capacity_rests_on() -> None:
     ("known", "first"),
     [
         ({"headroom_sessions": 1, "reason": "guaranteed minimum"}, "room for 1 more session: guaranteed minimum"),
+        (
+            {"headroom_sessions": 210, "projected_mean_tps_if_admitted": None},
+            "room for 210 more sessions: ok, by free cells alone: no rate is known yet",
+        ),
         ({"headroom_sessions": None}, "room for one more session at least: ok"),
         ({"known_session": True, "reason": "continuation"}, "this session is known and goes on"),
         (

@@ -192,6 +192,8 @@ async def test_text_of_clients_is_shown_escaped(proxy: str) -> None:
 async def test_nothing_to_explain(proxy: str) -> None:
     told = await explain(proxy)
     assert (told.exit_code, told.stdout) == (1, "")
-    assert told.stderr == "polykvctl: the proxy knows no request\n"
+    assert told.stderr.startswith("polykvctl: the proxy knows no request yet: send one to its /v1/chat/completions, ")
+    assert f"(base URL {proxy}/v1)" in told.stderr
     told = await explain(proxy, "nobody")
-    assert told.stderr == "polykvctl: the proxy knows no request nobody; it keeps the last 1,000\n"
+    wanted = "the proxy knows no request nobody; it keeps the last 1,000 since it was started (GET /polykv/requests)"
+    assert told.stderr == f"polykvctl: {wanted}\n"

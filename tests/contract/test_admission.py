@@ -114,7 +114,7 @@ async def test_the_default_is_that_of_the_settings(engine: FakeEngine, make_prox
         ({"max_turn_hold_ms": 3_600_001}, "max_turn_hold_ms", "from 0 to 3600000"),
         ({"max_queue": 100_001}, "max_queue", "from 0 to 100000"),
         ({"queue_timeout_ms": 10**15}, "queue_timeout_ms", "from 0 to 3600000"),
-        ({"settle_token": 5}, "settle_token", "unknown field 'settle_token'"),
+        ({"settle_token": 5}, "settle_token", "unknown field 'settle_token'; there are: target_tps_per_session, "),
     ],
 )
 async def test_what_is_wrong_with_a_policy_is_named(proxy: Proxy, body: Any, param: str, said: str) -> None:
