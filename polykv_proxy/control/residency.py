@@ -40,8 +40,11 @@ class Held:
 
 @dataclass(slots=True)
 class _Flight:
+    """``called_off``: nobody waits for it any more, and it is giving back what it took."""
+
     task: "asyncio.Task[Held]"
     n_waiters: int = 0
+    called_off: bool = False
 
 
 class Residency(PoolReconciler):
@@ -68,10 +71,11 @@ class Residency(PoolReconciler):
 
         Raises:  SeqIdsExhausted, KvExhausted, SharingUnsupported, UpstreamError and its heirs
         """
+        while (flight := self._flights.get(pool.pool_id)) is not None and flight.called_off:
+            await asyncio.wait([flight.task])  # who joined it now would be cancelled with it
         held = self.held(pool)
         if held is not None:
             return held
-        flight = self._flights.get(pool.pool_id)
         if flight is None:
             flight = _Flight(asyncio.create_task(self._bring(pool), name=f"polykv-bring-{pool.pool_id}"))
             self._flights[pool.pool_id] = flight
@@ -82,6 +86,7 @@ class Residency(PoolReconciler):
         finally:
             flight.n_waiters -= 1
             if not flight.n_waiters and not flight.task.done():
+                flight.called_off = True
                 flight.task.cancel()
 
     def held(self, pool: Pool) -> Held | None:

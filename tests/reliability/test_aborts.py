@@ -223,6 +223,28 @@ def what_is_left(stage: Stage) -> dict[str, int]:
     return {name: count for name, count in counts.items() if count}
 
 
+async def test_who_comes_for_a_pool_just_as_the_last_one_leaves_is_served(
+    engine: FakeEngine, make_proxy: ProxyMaker
+) -> None:
+    """What was called off is not joined: who did was cancelled with it, his connection closed without a word."""
+    async with make_proxy(engine.url, auto_pool_min_tokens=0) as proxy:
+        await made(proxy, prompt=SHARED, name="root")
+        pool, ensure = proxy.control.tree.get("root"), proxy.control.residency.ensure
+        for _ in range(3):
+            assert (await proxy.client.post("/polykv/pools/root/evict?to=cold")).status_code == 200
+            hold = Hold()
+            engine.on("materialize", "request", hold)
+            first = asyncio.create_task(ensure(pool))
+            await hold.reached()
+            first.cancel()
+            others = [asyncio.create_task(ensure(pool)) for _ in range(3)]
+            held = await asyncio.wait_for(asyncio.gather(*others), 10)
+            assert {sequence.seq_id for sequence in held} == {pool.seq_id}
+            assert first.cancelled()
+            hold.release()
+        await leave_nothing(proxy)
+
+
 # Who waits when the proxy ends -------------------------------------------------------------------------------------
 
 
