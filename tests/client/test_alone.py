@@ -90,23 +90,31 @@ async def test_threads_share_one_client(proxy: Proxy, engine: FakeEngine) -> Non
     assert names == [f"s{i}" for i in range(16)]
 
 
-async def test_the_page_says_what_works(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
-    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    assert len(blocks) == 3
+BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+
+
+@pytest.mark.parametrize("number", range(len(BLOCKS)))
+async def test_the_page_says_what_works(
+    proxy: Proxy, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Each snippet by itself as it is printed, and a second time."""
+    assert len(BLOCKS) == 3
     monkeypatch.setenv("POLYKV_BASE_URL", proxy.url)
-    names: dict[str, Any] = {}
 
-    def follow() -> None:
-        for number, block in enumerate(blocks):
-            exec(compile(block, f"{PAGE.name} {number}", "exec"), names)
-            if number == 0:
-                names["polykv"] = PolyKVClient()
-                names["messages"] = [names["system"], {"role": "user", "content": "Look."}]
-        names["polykv"].close()
+    def follow() -> dict[str, Any]:
+        names: dict[str, Any] = {}
+        exec(compile(BLOCKS[number], f"{PAGE.name} {number}", "exec"), names)
+        return names
 
-    await asyncio.to_thread(follow)
-    assert names["reply"].polykv.prefix_n_tokens == names["pool"].prefix_len
-    assert names["delivery"].result
+    for _ in range(2):
+        names = await asyncio.to_thread(follow)
+        if number < 2:
+            assert names["reply"].polykv.prefix_n_tokens == proxy.control.tree.get("review").prefix_len
+        else:
+            assert names["delivery"].result
+    chats = [request.json() for request in engine.requests("/v1/chat/completions")]
+    assert chats
+    assert all(chat["max_tokens"] == 64 for chat in chats)
 
 
 async def test_a_cancelled_chat_leaves_the_engine(proxy: Proxy, engine: FakeEngine) -> None:
