@@ -23,6 +23,7 @@ from polykv_proxy.errors import (
     PolyKVError,
     PoolHasChildren,
     PoolInUse,
+    PoolNotFound,
     RequestError,
     UpstreamError,
     UpstreamRestarted,
@@ -147,13 +148,17 @@ class PoolWork:
         return pool_answer(pool) | {"materialize_ms": round((now_s - began_s) * 1e3, 1), "same_as": same_as}
 
     async def _keep(self, pool: Pool, keep: Keep | None = None) -> None:
-        """Write a pool down before anybody is told its id. Raises JournalFailed (503); then it is gone again.
+        """Write a pool down before anybody is told its id. Raises JournalFailed (503); then it is gone again. And
+        PoolNotFound (404): it was released meanwhile, together with what it is made from.
 
         One that somebody makes a fork of already stays until that fork is written, and it with it, or is gone as well.
         """
         try:
             await (keep or self._journal.pool_added)(pool)
-        except PolyKVError:
+        except PolyKVError as e:
+            if isinstance(e, JournalFailed) and pool.pool_id not in self._tree:
+                parent = pool.parent
+                raise PoolNotFound(f"pool {parent}, which this one is made from, was released meanwhile") from e
             try:
                 await self._take_off(pool.pool_id)
             except (PoolHasChildren, PoolInUse):

@@ -36,6 +36,9 @@ _ended = say_how_it_ended(log, "pools stay where they are", "a bug in bringing p
 LOOK_AGAIN_S = 0.05
 """While others wait for the engine: pools of earlier runs are brought back behind them."""
 
+MAX_GIVEN_WAY = 3
+"""So often the prefill of a pinned pool is called off for others; else orders without end would keep it away."""
+
 
 class Restorer:
     """``tree_changed``: told. ``leaves_at_s``: when a pool that is saved leaves the cache, if nobody uses it.
@@ -223,7 +226,11 @@ class Restorer:
                 has_room = await self._rest_until_it_may_come(pool, epoch)
                 if has_room is None:
                     continue
-                while has_room and not await self._ensure_behind_others(pool):
+                n_tries = 0
+                while has_room and not await self._ensure_behind_others(
+                    pool, last=pool.pin and n_tries >= MAX_GIVEN_WAY
+                ):
+                    n_tries += 1
                     has_room = await self._rest_until_it_may_come(pool, epoch)
                 if has_room is False:
                     n_left = len(wanted) - place
@@ -255,8 +262,9 @@ class Restorer:
         """Requests are under way, which a prefill for nobody would slow down."""
         return not pool.pin and bool(self._sessions.running) and not self._is_saved(pool)
 
-    async def _ensure_behind_others(self, pool: Pool) -> bool:
+    async def _ensure_behind_others(self, pool: Pool, *, last: bool) -> bool:
         """Bring it back, unless somebody comes meanwhile who needs the engine for something else. Gives whether it is.
+        The ``last`` time he waits, as for any order.
 
         Raises:  as ``Residency.ensure``
         """
@@ -264,7 +272,7 @@ class Restorer:
         try:
             while not bringing.done():
                 await asyncio.wait([bringing], timeout=LOOK_AGAIN_S)
-                if not bringing.done() and (self._residency.n_orders > 1 or self._disturbs(pool)):
+                if not last and not bringing.done() and (self._residency.n_orders > 1 or self._disturbs(pool)):
                     log.info("pool %s comes back later: somebody else needs the engine", pool.label)
                     return False
         finally:

@@ -43,6 +43,10 @@ _UNREADABLE = (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM)
 Given = TypeVar("Given")
 
 
+class _Orphan(str):
+    """What a pool is made from was released before it was written: no fault of the disk."""
+
+
 @dataclass(frozen=True, slots=True)
 class Opened:
     """What an earlier run left. ``fingerprint``: the model that ``rows`` (parents first) belong to."""
@@ -255,7 +259,7 @@ class Journal:
                     self._owed.release([change.row.pool_id])
                 elif isinstance(change, Replaced):
                     self._owed.release([change.added.row.pool_id])
-        failed = next((error for error in errors if error is not None), None)
+        failed = next((error for error in errors if error is not None and not isinstance(error, _Orphan)), None)
         if failed is not None and self._failure is None:
             log.error("the journal %s cannot be written: %s", self._path, failed)
         elif failed is None and self._failure is not None:
@@ -402,7 +406,9 @@ class Journal:
         try:
             self._put_back()
             self._db.write(changes)
-        except (sqlite3.Error, ParentMissing, Damaged, OSError) as e:
+        except ParentMissing as e:
+            return _Orphan(e)
+        except (sqlite3.Error, Damaged, OSError) as e:
             return str(e)
         return None
 

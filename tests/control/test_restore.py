@@ -13,9 +13,11 @@ import pytest
 
 from polykv_proxy.config import load_settings
 from polykv_proxy.control import AttachRequest, Control
+from polykv_proxy.control.residency import Held
 from polykv_proxy.errors import JournalInUse
 from polykv_proxy.ids import SessionId
 from polykv_proxy.sessions import Usage
+from polykv_proxy.tree.pool import Pool
 from tests.control.conftest import Plane, eventually, planes
 from tests.fake_engine import FakeEngine, Hold
 
@@ -325,6 +327,34 @@ async def test_what_comes_back_for_nobody_does_not_slow_down_a_request(engine, s
         assert engine.hooks.n_materialized == 1
         sessions.end(turn, Usage(), 0.0)
         await eventually(lambda: {p.label for p in plane.control.tree.residents()} == {"p", "recent"})
+
+
+async def test_a_pinned_pool_comes_back_though_others_are_asked_for_without_end(engine, state, monkeypatch):
+    monkeypatch.setattr("polykv_proxy.control.restore.MAX_GIVEN_WAY", 2)
+    async with planes(engine, state=state) as plane:
+        await plane.create(prompt="P" * SHORT, name="p", pin=True)
+        n_tries = 0
+        residency = plane.control.residency
+        ensure = residency.ensure
+
+        async def ensure_counted(pool: Pool) -> Held:
+            nonlocal n_tries
+            n_tries += pool.label == "p"
+            if pool.label == "p":
+                residency.n_orders += 1  # somebody else orders, whenever it is begun
+                try:
+                    await asyncio.sleep(0.15)
+                    return await ensure(pool)
+                finally:
+                    residency.n_orders -= 1
+            return await ensure(pool)
+
+        monkeypatch.setattr(residency, "ensure", ensure_counted)
+        residency.n_orders += 1
+        await engine.restart()
+        await eventually(lambda: n_tries > 2 and [pool.label for pool in plane.control.tree.residents()] == ["p"])
+        assert n_tries == 3
+        residency.n_orders -= 1
 
 
 # Another model -----------------------------------------------------------------------------------------------------

@@ -76,3 +76,23 @@ async def test_a_name_whose_release_is_owed_is_used_again(engine, state, tmp_pat
         before = await tree_of(plane)
         async with after_a_kill(plane, state, tmp_path) as second:
             assert await tree_of(second) == before
+
+
+async def test_a_fork_whose_parent_was_released_meanwhile_is_no_fault_of_the_disk(engine, state, monkeypatch):
+    async with planes(engine, state=state) as plane:
+        await plane.create(prompt="A" * 40, name="a")
+        journal = plane.control.journal
+        pool_added = journal.pool_added
+
+        async def released_first(pool):
+            assert (await plane.call("DELETE", "/polykv/pools/a?recursive=true"))[0] == 200
+            await pool_added(pool)
+
+        monkeypatch.setattr(journal, "pool_added", released_first)
+        error = await plane.refused(404, "pool_not_found", "POST", "/polykv/pools/a/fork", {"prompt": "A" * 40 + "b"})
+        assert "released meanwhile" in error["message"]
+        monkeypatch.setattr(journal, "pool_added", pool_added)
+        health = (await plane.call("GET", "/polykv/health"))[1]
+        assert health["journal"]["state"] == "ok"
+        assert len(plane.control.tree) == 0
+        assert (await plane.create(prompt="A" * 40, name="a"))["prefix_len"] == 40
