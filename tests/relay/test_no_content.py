@@ -20,8 +20,19 @@ LAST = b"0\r\n\r\n"
         [HEAD[:20], 0.02, HEAD[20:60], 0.02, HEAD[60:] + LAST],
         [HEAD.replace(b"Transfer-Encoding: chunked\r\n", b"")],
         [HEAD],
+        [HEAD[:1], 0.02, HEAD[1:11], 0.02, HEAD[11:] + LAST],
+        [HEAD.replace(b"chunked", b"chunked \t") + LAST],
     ],
-    ids=["at once", "chunk later", "chunk in two", "head in three", "without framing", "without the chunk"],
+    ids=[
+        "at once",
+        "chunk later",
+        "chunk in two",
+        "head in three",
+        "without framing",
+        "without the chunk",
+        "status in pieces",
+        "space behind",
+    ],
 )
 @pytest.mark.parametrize("path", ["/cors-proxy?url=x", "/v1/chat/completions"])
 async def test_it_has_no_body_and_the_connection_lives(
@@ -43,3 +54,29 @@ async def test_a_body_that_begins_like_one_stays_as_it_is(make_proxy: ProxyMaker
     async with RawEngine(script) as engine, make_proxy(engine.url, mode="explicit") as proxy:
         _, got = await exchange(proxy.url, post("/cors-proxy", b"{}"))
         assert got == b"x" + body
+
+
+async def test_a_reply_of_a_page_that_did_not_change_too(make_proxy: ProxyMaker) -> None:
+    script: list[bytes | float | asyncio.Event] = [HEAD.replace(b"204 No Content", b"304 Not Modified") + LAST]
+    async with RawEngine(script) as engine, make_proxy(engine.url, mode="explicit") as proxy:
+        for _ in range(2):
+            head, body = await exchange(proxy.url, post("/cors-proxy?url=x", b"{}", "Connection: close\r\n"))
+            assert (head[:12], body) == (b"HTTP/1.1 304", b"")
+            assert b"transfer-encoding" not in head.lower()
+
+
+async def test_another_status_in_pieces_stays_as_it_is(make_proxy: ProxyMaker) -> None:
+    reply = OK + b"Content-Length: 2\r\n\r\nok"
+    async with (
+        RawEngine([reply[:3], 0.02, reply[3:10], 0.02, reply[10:]]) as engine,
+        make_proxy(engine.url, mode="explicit") as proxy,
+    ):
+        head, body = await exchange(proxy.url, post("/cors-proxy", b"{}", "Connection: close\r\n"))
+        assert (head[:12], body) == (b"HTTP/1.1 200", b"ok")
+
+
+async def test_a_head_without_end_is_not_kept(make_proxy: ProxyMaker) -> None:
+    script: list[bytes | float | asyncio.Event] = [HEAD[:-2] + b"X-Fill: " + b"x" * (1 << 18)]
+    async with RawEngine(script) as engine, make_proxy(engine.url, mode="explicit") as proxy:
+        head, _ = await asyncio.wait_for(exchange(proxy.url, post("/cors-proxy", b"{}", "Connection: close\r\n")), 10)
+        assert head[:12] == b"HTTP/1.1 502"
