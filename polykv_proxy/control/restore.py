@@ -8,9 +8,9 @@
    which it has saved states are warm from then on.
 4. Then those that are pinned or were used a short while ago are brought back, what is saved before what must be
    prefilled, one at a time and only while nobody waits for the engine, without evicting anybody (pinned ones may, as
-   with every order). Its prefill is called off when another pool is asked for, and for one that is not pinned when any
-   request comes, which it would slow down. The rest comes back with the next attach. So after every start of either
-   side.
+   with every order). Its prefill is called off when another pool is asked for (that of a pinned one three times at
+   most), and for one that is not pinned when any request comes, which it would slow down. The rest comes back with the
+   next attach. So after every start of either side.
 """
 
 import asyncio
@@ -223,15 +223,11 @@ class Restorer:
     async def _bring(self, wanted: Sequence[Pool], epoch: str) -> None:
         for place, pool in enumerate(wanted):
             try:
-                has_room = await self._rest_until_it_may_come(pool, epoch)
-                if has_room is None:
-                    continue
-                n_tries = 0
-                while has_room and not await self._ensure_behind_others(
-                    pool, last=pool.pin and n_tries >= MAX_GIVEN_WAY
-                ):
-                    n_tries += 1
-                    has_room = await self._rest_until_it_may_come(pool, epoch)
+                n_given_way = 0
+                while has_room := await self._rest_until_it_may_come(pool, epoch):
+                    if await self._ensure_behind_others(pool, last=pool.pin and n_given_way >= MAX_GIVEN_WAY):
+                        break
+                    n_given_way += 1
                 if has_room is False:
                     n_left = len(wanted) - place
                     log.info("%d of them stay cold until they are asked for: the engine has no room for more", n_left)
