@@ -283,7 +283,7 @@ class Room(Promises):
     def running(self) -> set[PoolId]:
         """Pools of requests under way."""
         # A turn that was not sent yet leaves its session's pool, or was promised it.
-        of_turns = {t.pool_id for s in self._sessions for t in s.turns.values() if t.pool_id is not None}
+        of_turns = {turn.pool_id for turn in self._sessions.running.values() if turn.pool_id is not None}
         return of_turns | {p.pool_id for _, p in self._live() if p.pool_id is not None}
 
     def in_use(self, idle: Idle = "live") -> set[PoolId]:

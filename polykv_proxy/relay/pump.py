@@ -145,12 +145,13 @@ async def pump_plain(
 ) -> web.StreamResponse:
     """The engine's reply as it is, with ``extra`` headers."""
     response = await begin(request, upstream, extra)
+    whole = upstream.read_at_once()
     try:
-        while chunk := await upstream.read_piece():
+        while whole is None and (chunk := await upstream.read_piece()):
             await response.write(chunk)
     except UpstreamError as e:
         return await cut(request, response, e, dialect, sse=is_sse(upstream))
-    await response.write_eof()
+    await response.write_eof(whole or b"")
     return response
 
 

@@ -116,8 +116,7 @@ class Reply:
             extra.append(("x-session-tps", f"{self._turn.session.tps:.2f}"))
         extra.append(("Content-Length", str(len(body))))
         response = await begin(self._request, upstream, extra)
-        await response.write(body)
-        await response.write_eof()
+        await response.write_eof(body)
         return response
 
     async def _whole_unseen(
@@ -125,10 +124,11 @@ class Reply:
     ) -> web.StreamResponse:
         """Nothing to add: pass it on as it comes, and read a copy for the session's books."""
         response = await begin(self._request, upstream, extra)
-        pieces: list[bytes] = []
-        n = 0
+        whole = upstream.read_at_once()
+        pieces = [whole] if whole is not None else []
+        n = len(whole) if whole is not None else 0
         try:
-            while chunk := await upstream.read_piece():
+            while whole is None and (chunk := await upstream.read_piece()):
                 n += len(chunk)
                 if n <= MAX_WHOLE_REPLY:
                     pieces.append(chunk)
@@ -136,7 +136,7 @@ class Reply:
             self._complete, self._engine_done_s = True, self._clock()
         except UpstreamError as e:
             return await cut(self._request, response, e, self._call.dialect, sse=False)
-        await response.write_eof()
+        await response.write_eof(whole or b"")
         if n <= MAX_WHOLE_REPLY:
             try:
                 add_whole(usage, orjson.loads(b"".join(pieces)))

@@ -28,6 +28,9 @@ class EngineConnection(ResponseHandler):
     _to_skip = b""
 
     def data_received(self, data: bytes) -> None:
+        if not data:  # the parser is to go on with what it has
+            super().data_received(data)
+            return
         if self._to_skip:
             n = min(len(data), len(self._to_skip))
             if data[:n] == self._to_skip[:n]:

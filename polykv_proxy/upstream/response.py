@@ -36,6 +36,13 @@ class UpstreamResponse:
         except FOREIGN as e:
             raise map_client_error(e, self._what) from e
 
+    def read_at_once(self) -> bytes | None:
+        """Give what is left of the body when all of it has come, without waiting; None when more may come."""
+        content = self._response.content
+        if not content.is_eof() or content.exception() is not None:
+            return None
+        return content.read_nowait()
+
     async def read(self) -> bytes:
         """Give the whole body."""
         try:

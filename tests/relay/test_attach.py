@@ -283,3 +283,16 @@ async def test_a_plain_llama_server_behind_it(make_proxy: ProxyMaker) -> None:
         answer = await proxy.chat(pool_id="x", session_id="s")
         assert answer.json()["polykv"]["miss_reason"] == "no_pool"
         assert not {"pool_id", "session_id"} & engine.requests(CHAT)[-1].json().keys()
+
+
+async def test_the_answer_of_a_deleted_session_uses_its_pool_to_its_end(engine: FakeEngine, explicit: Proxy) -> None:
+    pool = await explicit.pool(tokens=[1, 2, 3], name="agents")
+    engine.token_s = 0.01
+    body = {"prompt": [1, 2, 3, 4], "n_predict": 4000, "stream": True, "session_id": "s1", "pool_id": "agents"}
+    async with explicit.client.stream("POST", "/completion", json=body) as answer:
+        pieces = answer.aiter_bytes()
+        await anext(pieces)
+        (await explicit.client.delete("/polykv/sessions/s1")).raise_for_status()
+        assert pool["pool_id"] in explicit.control.room.in_use()
+        await anext(pieces)
+    await until(lambda: pool["pool_id"] not in explicit.control.room.in_use())
