@@ -314,7 +314,7 @@ def soak(minutes: float, *, seed: int = 1, say: Callable[[str], None] = print) -
             str(dir_ / "pools.db"),
             str(counters),
         ]
-        proxy = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        proxy = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
         stack.callback(proxy.wait, 30)
         stack.callback(proxy.terminate)
         assert proxy.stdout is not None
@@ -323,7 +323,7 @@ def soak(minutes: float, *, seed: int = 1, say: Callable[[str], None] = print) -
         http = stack.enter_context(httpx.Client(base_url=url, timeout=120, trust_env=False))
         bench = Bench(engine, proxy, counters, http)
         life = Soak(url, random.Random(seed))
-        end_s, rounds = time.monotonic() + minutes * 60, list[dict[str, Any]]()
+        end_s, rounds, n_told = time.monotonic() + minutes * 60, list[dict[str, Any]](), 0
         while time.monotonic() < end_s or len(rounds) < 2:
             asyncio.run(life.churn(min(ROUND_S, minutes * 20)))
             rounds.append(bench.at_rest(rounds[0] if rounds else None) | {"done": sum(life.done.values())})
@@ -333,6 +333,9 @@ def soak(minutes: float, *, seed: int = 1, say: Callable[[str], None] = print) -
                 f"{last['rss_bytes'] / 1e6:.1f} MB, {last['tasks']} tasks, {last['file_descriptors']} descriptors, "
                 f"{last['cells']} cells, {len(life.wrong)} wrong"
             )
+            for wrong in life.wrong[n_told:]:
+                say(wrong)
+            n_told = len(life.wrong)
         return report(life, rounds)
 
 
@@ -365,7 +368,10 @@ def main() -> None:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(serve(upstream, Path(state), Path(counters)))
         return
-    told = soak(args.minutes, seed=args.seed, say=lambda line: print(line, file=sys.stderr, flush=True))
+    try:
+        told = soak(args.minutes, seed=args.seed, say=lambda line: print(line, file=sys.stderr, flush=True))
+    except KeyboardInterrupt:
+        raise SystemExit("broken off: nothing can be said about growth") from None
     if args.json:
         print(json.dumps(told))
     else:
