@@ -120,6 +120,8 @@ class Attacher:
             log.warning("pool %s cannot be resident now: %s", pool.label, e.message)
             self._named(request)
             self._room.settled()  # it is counted anew, as one that needs all of its cells
+            if isinstance(e, PoolNotFound) and request.pool_ref is None and request.legacy_slot is None:
+                return await self._decide(request)  # released meanwhile: what is left may begin so, too
             await self._place(request, found, None, counts=counts)
             reason = "no_pool" if isinstance(e, PoolNotFound) else "not_resident"
             return AttachPlan(miss_reason=reason, asked=asked)

@@ -2,7 +2,8 @@
 
 Rules it keeps:
     1. One flight per pool: everybody who needs it waits for the same materialization.
-    2. A flight goes on while anybody waits for it; the last one who leaves calls it off, unless it was ordered.
+    2. A flight goes on while anybody waits for it; the last one who leaves calls it off, unless it was ordered. So does
+       whoever releases its pool, and nobody waits for it any more.
     3. A lost answer is not a failed materialization: the engine goes on, so its tag is looked for.
     4. Residency is only what the engine said, within one epoch (``reconciling``).
     5. Every sequence that the engine holds belongs to a pool of the tree or to an operation under way.
@@ -13,8 +14,9 @@ Rules it keeps:
 
 import asyncio
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from polykv_proxy.control.reconciling import PoolReconciler
 from polykv_proxy.control.room import Room
@@ -40,11 +42,17 @@ class Held:
 
 @dataclass(slots=True)
 class _Flight:
-    """``called_off``: nobody waits for it any more, and it is giving back what it took."""
+    """``called_off``: nobody waits for it any more, and it is giving back what it took. ``released``: its pool was."""
 
     task: "asyncio.Task[Held]"
     n_waiters: int = 0
     called_off: bool = False
+    released: "asyncio.Future[None]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+    def call_off(self) -> None:
+        """The engine stops at its next batch, and frees the cells."""
+        self.called_off = True
+        self.task.cancel()
 
 
 class Residency(PoolReconciler):
@@ -69,10 +77,13 @@ class Residency(PoolReconciler):
     async def ensure(self, pool: Pool) -> Held:
         """Wait until the pool's prefix is in the cache.
 
-        Raises:  SeqIdsExhausted, KvExhausted, SharingUnsupported, UpstreamError and its heirs
+        Raises:  PoolNotFound when it is released before, SeqIdsExhausted, KvExhausted, SharingUnsupported,
+                 UpstreamError and its heirs
         """
+        self._require(pool)
         while (flight := self._flights.get(pool.pool_id)) is not None and flight.called_off:
             await asyncio.wait([flight.task])  # who joined it now would be cancelled with it
+            self._require(pool)
         held = self.held(pool)
         if held is not None:
             return held
@@ -82,12 +93,23 @@ class Residency(PoolReconciler):
             flight.task.add_done_callback(lambda task: self._landed(pool, task))
         flight.n_waiters += 1
         try:
-            return await asyncio.shield(flight.task)
+            ends: list[asyncio.Future[Any]] = [flight.task, flight.released]
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if not flight.task.done() or flight.task.cancelled():
+                self._require(pool)
+            return flight.task.result()
         finally:
             flight.n_waiters -= 1
             if not flight.n_waiters and not flight.task.done():
-                flight.called_off = True
-                flight.task.cancel()
+                flight.call_off()
+
+    def released(self, pools: Sequence[Pool]) -> None:
+        super().released(pools)
+        for pool in pools:
+            flight = self._flights.get(pool.pool_id)
+            if flight is not None and not flight.released.done():
+                flight.released.set_result(None)
+                flight.call_off()
 
     def held(self, pool: Pool) -> Held | None:
         """A sequence that holds the pool's prefix now, without asking anybody."""

@@ -406,6 +406,43 @@ async def test_when_all_waiters_left_it_is_called_off_and_nothing_leaks(plane):
     assert plane.engine.hooks.n_materialized == 1
 
 
+@pytest.mark.parametrize("ref", ["b", "a"])
+async def test_a_pool_that_is_released_while_it_comes_back_is_prefilled_no_further(plane, ref):
+    """Also when it waits for its parent, which goes with it. Who asked goes on with what there is, at once."""
+    engine, a, b = plane.engine, "A" * 2000, "A" * 2000 + "B" * 2000
+    await plane.create(prompt=a, name="a", ttl_s=0)
+    await plane.fork("a", prompt=b, name="b", ttl_s=0)
+    await engine.restart()
+    engine.stops_when_left = True
+    await eventually(lambda: plane.control.tree.get("b").residency == "cold")
+    if ref == "b":
+        await decide(plane, "/completion", {"prompt": a + "x"})  # the parent is there already
+    n_there = engine.cache.used()
+    n_made, n_orders = engine.hooks.n_materialized, len(ordered(engine))
+    engine.prefill_s = 0.002
+    waiters = [asyncio.create_task(decide(plane, "/completion", {"prompt": b + "x"})) for _ in range(2)]
+    await eventually(lambda: engine.cache.used() > n_there)
+    answering = Hold()
+    engine.on("free", "request", answering)
+    engine.on("list", "request", answering, times=None)
+    releasing = asyncio.create_task(plane.call("DELETE", f"/polykv/pools/{ref}?recursive=true"))
+    plans = await asyncio.wait_for(asyncio.gather(*waiters), 5)
+    assert [(p.pool_id, p.miss_reason) for p in plans] == [(1, None) if ref == "b" else (None, "no_pool")] * 2
+    answering.release()
+    status, answer = await releasing
+    assert (status, answer["released"]) == (200, [2] if ref == "b" else [2, 1])
+
+    await eventually(lambda: plane.control.residency.books_true and plane.control.residency.at_rest)
+    assert engine.hooks.n_materialized == n_made, "it was broken off on the way"
+    assert len(ordered(engine)) == n_orders + 1, "nothing was ordered for it any more"
+    assert engine.cache.used() == n_there
+    assert [pool.seq for pool in engine.ready_pools()] == [pool.seq_id for pool in plane.control.tree]
+
+
+def ordered(engine: FakeEngine) -> list[Any]:
+    return [asked for asked in engine.requests("/polykv/engine/pools") if asked.method == "POST"]
+
+
 async def test_children_come_back_with_their_parents_first_and_share_their_cells(plane):
     await plane.create(prompt="A" * 40, name="a", ttl_s=0)
     await plane.fork("a", prompt="A" * 40 + "B" * 10, name="b", ttl_s=0)

@@ -206,7 +206,11 @@ class Hooks:
         job = asyncio.ensure_future(self._materialize(asked))
         self._jobs.add(job)
         job.add_done_callback(self._jobs.discard)
-        return await asyncio.shield(job)
+        try:
+            return await asyncio.shield(job)
+        finally:
+            if self.engine.stops_when_left:
+                job.cancel()
 
     def awake(self) -> None:
         self.engine.wake()

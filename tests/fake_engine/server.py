@@ -29,6 +29,8 @@ class FakeEngine:
     """``async with FakeEngine() as engine: engine.url``.
 
     ``token_s``       time per decoded token; ``prefill_s`` per prompt token
+    ``stops_when_left``  a pool whose client leaves is prefilled no further, as by an engine that sees it; else the
+                         answer is what got lost
     ``byte_by_byte``  every piece of a stream leaves one byte at a time
     ``n_batch``       tokens of a prompt in one batch; None: all of them, and the stats do not say so
     ``n_gen``         tokens to decode when the body sets no limit
@@ -63,6 +65,7 @@ class FakeEngine:
         self.faults = Faults()
         self.received: list[Received] = []
         self.token_s = self.prefill_s = 0.0
+        self.stops_when_left = False
         self.n_gen = 8
         self.n_batch: int | None = None
         self.byte_by_byte = False
