@@ -110,9 +110,10 @@ async def test_from_a_plain_relay(make_proxy: ProxyMaker) -> None:
 
 async def test_a_slot_is_not_handed_on_while_the_engine_may_still_use_it(engine: FakeEngine, proxy: Proxy) -> None:
     """llama-server notices a closed connection a moment later; pinned there, the next one would block its queue."""
-    noticed, release = asyncio.Event(), engine._release
+    left_it, noticed, release = asyncio.Event(), asyncio.Event(), engine._release
 
     async def late(slot: Any) -> None:
+        left_it.set()
         await noticed.wait()
         await release(slot)
 
@@ -121,7 +122,8 @@ async def test_a_slot_is_not_handed_on_while_the_engine_may_still_use_it(engine:
     async with asking(proxy, stream=True, session_id="a"):
         await hold.reached()
         engine._release = late  # type: ignore[method-assign]
-    await until(lambda: proxy.control.slots.unsure)
+    await asyncio.wait_for(left_it.wait(), 5)  # the engine is told later than the slot is marked here
+    assert proxy.control.slots.unsure
     engine._release = release  # type: ignore[method-assign]
     (left,) = [slot.id for slot in engine.slots if slot.state != "idle"]
     assert proxy.at_rest()["held"] == 0
