@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, cast
 
 import orjson
-from aiohttp import HttpVersion11, http_exceptions, web
+from aiohttp import HttpVersion11, http_exceptions, web, web_protocol
 
 from polykv_proxy.errors import HeadersTooLarge, InvariantError, PolyKVError, RequestError
 from polykv_proxy.relay.refusals import refusal
@@ -124,9 +124,10 @@ class Connection(PatientHandler):
         error = self._understood(request, status, exc)
         if request.writer.output_size > 0:
             raise ConnectionError("a reply had begun; nothing else can be said")
+        no_body = request._message is web_protocol.ERROR and self._unreadable_head
         response = web.Response(
             status=error.status,
-            body=orjson.dumps(refusal(error, None)),
+            body=b"" if no_body else orjson.dumps(refusal(error, None)),
             content_type="application/json",
             headers={"x-request-id": os.urandom(16).hex()},
         )

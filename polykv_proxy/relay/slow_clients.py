@@ -26,8 +26,13 @@ from aiohttp import web, web_protocol
 from aiohttp.streams import EMPTY_PAYLOAD, StreamReader
 
 from polykv_proxy.errors import BodyTimeout, HeadTimeout
+from polykv_proxy.relay.half_closed import HalfClosed, can_be_asked
 
 log = logging.getLogger("polykv.http")
+
+
+_LINE_BEGINS = 8
+"""Bytes of a head that say whether it is a HEAD."""
 
 
 class Patience(NamedTuple):
@@ -80,7 +85,18 @@ class SlowClients:
 class PatientHandler(web.RequestHandler):
     """A connection that knows since when its client lets us wait."""
 
-    __slots__ = ("_began", "_heard_s", "_payload", "_slow", "_stalled_s", "_unsent", "_waits_s", "_wire")
+    __slots__ = (
+        "_begun",
+        "_half",
+        "_heard_s",
+        "_payload",
+        "_slow",
+        "_stalled_s",
+        "_unreadable_head",
+        "_unsent",
+        "_waits_s",
+        "_wire",
+    )
 
     def __init__(self, manager: web.Server, slow: SlowClients, **options: Any) -> None:
         super().__init__(manager, **options)
@@ -89,9 +105,11 @@ class PatientHandler(web.RequestHandler):
         self._payload: StreamReader = EMPTY_PAYLOAD  # of the last request that came
         self._heard_s = 0.0
         self._waits_s: float | None = None  # for a head since then
-        self._began = False  # there are bytes of it
+        self._begun = b""  # the first bytes of it, when it comes in pieces
+        self._unreadable_head = False  # what could not be read began as a HEAD: its reply has no body
         self._stalled_s: float | None = None  # with so many bytes unsent since then
         self._unsent = 0
+        self._half: HalfClosed | None = None  # its client shut its side
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._wire = cast(asyncio.Transport, transport)  # uvloop's is none by its class
@@ -103,10 +121,29 @@ class PatientHandler(web.RequestHandler):
         super().data_received(data)
         self._heard_s = self._slow.now_s
         if self._request_count != n:
-            self._payload = self._messages[-1][1]
-            self._waits_s, self._began = None, False
-        elif is_between and not self._began and data.strip(b"\r\n"):
-            self._waits_s, self._began = self._heard_s, True
+            message, self._payload = self._messages[-1]
+            if self._payload is EMPTY_PAYLOAD and isinstance(message, web_protocol._ErrInfo):
+                # What follows the end of a body cannot be found any more: then it may be one.
+                self._unreadable_head = _is_head(self._begun + data) if is_between else b"HEAD " in data
+            self._waits_s, self._begun = None, b""
+        elif is_between and len(self._begun) < _LINE_BEGINS:
+            begun = self._begun + data if self._begun else data.lstrip(b"\r\n")
+            if begun and not self._begun:
+                self._waits_s = self._heard_s
+            self._begun = begun[:_LINE_BEGINS]
+
+    def eof_received(self) -> bool:  # type: ignore[override] # asyncio asks; aiohttp has nothing to say
+        """True: it stays, since something that came whole is still to be answered."""
+        wire = self._wire
+        if self._half is not None:
+            return True
+        if wire is None or not self.is_answering() or not self._payload.is_eof() or not can_be_asked(wire):
+            return False
+        self._half = HalfClosed(self, wire)
+        return self._half.begin()
+
+    def is_answering(self) -> bool:
+        return self._request_in_progress or bool(self._messages) or bool(self._message_tail)
 
     def look(self) -> None:
         """Let go of a client that had its time."""
@@ -125,16 +162,33 @@ class PatientHandler(web.RequestHandler):
         waiter = self._waiter
         if waiter is None or waiter.done() or self._close or self._force_close:
             return  # the request before it is still being answered
-        log.info("no head from %s in time (%s)", self._peer(), "begun" if self._began else "nothing came")
-        if not self._began:
+        if not self._begun and self._has_unread():
+            return
+        log.info("no head from %s in time (%s)", self._peer(), "begun" if self._begun else "nothing came")
+        if not self._begun:
             self.force_close()
             return
         self._waits_s = None
+        self._unreadable_head = _is_head(self._begun)
         error = HeadTimeout(
             f"the head of the request was not complete after {self._slow.patience.head_s:g} s: send it in one go"
         )
         self._messages.append((web_protocol._ErrInfo(error.status, error, error.message), EMPTY_PAYLOAD))
         waiter.set_result(None)
+
+    def _process_keepalive(self) -> None:
+        """The idle time is over. A head that has begun has its own, and what came this moment is read first: to close
+        over it would be a reset, and nobody knows of a request that met one whether it was served.
+        """
+        if self._begun:
+            self._keepalive_handle = None  # made again after the reply
+        elif not self._force_close and self._has_unread():
+            self._keepalive_handle = self._loop.call_later(0.05, self._process_keepalive)
+        else:
+            super()._process_keepalive()
+
+    def _has_unread(self) -> bool:
+        return self._wire is not None and _in_kernel(self._wire, termios.FIONREAD) > 0
 
     def _no_body(self) -> None:
         if self._payload.exception() is None:
@@ -161,14 +215,22 @@ class PatientHandler(web.RequestHandler):
     def connection_lost(self, exc: BaseException | None) -> None:
         super().connection_lost(exc)
         self._wire = None
+        if self._half is not None:
+            self._half.cancel()
 
 
-def _in_kernel(wire: asyncio.Transport) -> int:
+def _is_head(begun: bytes) -> bool:
+    return begun.lstrip(b"\r\n").startswith(b"HEAD ")
+
+
+def _in_kernel(wire: asyncio.Transport, which: int = termios.TIOCOUTQ) -> int:
     """Bytes that the peer has not acknowledged. The kernel takes new ones only when a good part of them is gone, so
-    that a client which reads slowly would look like one that does not read; 0 where the kernel does not tell."""
+    that a client which reads slowly would look like one that does not read. Or those that came and were not read.
+    0 where the kernel does not tell.
+    """
     sock = wire.get_extra_info("socket")
     try:
-        answer = fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, b"\0\0\0\0")
+        answer = fcntl.ioctl(sock.fileno(), which, b"\0\0\0\0")
     except (OSError, ValueError):
         return 0
     n: int = struct.unpack("i", answer)[0]

@@ -1,5 +1,6 @@
 """Requests whose head or framing cannot be read: our error body, nothing quoted, nothing of it in the log."""
 
+import asyncio
 import json
 import logging
 
@@ -7,7 +8,7 @@ import pytest
 
 from tests.fake_engine import FakeEngine
 from tests.relay.conftest import Proxy, ProxyMaker
-from tests.relay.raw import RawEngine, exchange, get, post
+from tests.relay.raw import RawEngine, connected, exchange, get, post
 
 SECRET = b"sk-very-secret-0123456789"
 
@@ -99,3 +100,37 @@ async def test_a_body_that_becomes_unreadable_is_a_400_that_quotes_nothing(
         assert head.split(b" ")[1] == b"400"
         assert SECRET[:16] not in head + body
     assert SECRET[:16].decode() not in caplog.text
+
+
+HEADS = {
+    "an unreadable target": b"HEAD /\xff HTTP/1.1\r\nHost: x\r\n\r\n",
+    "an authority": b"HEAD host:443 HTTP/1.1\r\nHost: x\r\n\r\n",
+    "behind an empty line": b"\r\nHEAD host:443 HTTP/1.1\r\nHost: x\r\n\r\n",
+    "an unreadable header": b"HEAD / HTTP/1.1\r\nHost : x\r\n\r\n",
+    "too large": get("/" + "a" * 17_000, method="HEAD"),
+    "another version": b"HEAD / HTTP/2.0\r\nHost: x\r\n\r\n",
+    "before what is none": get("/", method="HEAD") + b"\0",
+}
+
+
+@pytest.mark.parametrize("in_pieces", [False, True])
+@pytest.mark.parametrize("kind", HEADS)
+async def test_a_reply_to_head_has_no_body(proxy: Proxy, kind: str, in_pieces: bool) -> None:
+    """A client would take it for the head of the next reply."""
+    async with connected(proxy.url) as (reader, writer), asyncio.timeout(10):
+        for piece in (HEADS[kind][:3], HEADS[kind][3:9], HEADS[kind][9:]) if in_pieces else (HEADS[kind],):
+            writer.write(piece)
+            await asyncio.sleep(0.01)
+        head, _, body = (await reader.read(-1)).partition(b"\r\n\r\n")
+    assert head.split(b" ")[1] == (b"431" if kind == "too large" else b"400")
+    assert body == b""
+
+
+async def test_a_head_that_is_not_complete_in_time_has_none_either(make_proxy: ProxyMaker) -> None:
+    async with RawEngine() as engine, make_proxy(engine.url, client_head_s=0.1) as proxy:
+        for begun, has_body in ((b"HEAD / HT", False), (b"GET /HEAD ", True)):
+            async with connected(proxy.url) as (reader, writer), asyncio.timeout(10):
+                writer.write(begun)
+                head, _, body = (await reader.read(-1)).partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 408 ")
+            assert bool(body) == has_body

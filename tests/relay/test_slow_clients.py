@@ -14,6 +14,7 @@ import httpx
 import pytest
 from aiohttp import web
 
+from polykv_proxy.relay import connection
 from polykv_proxy.relay.slow_clients import Patience, SlowClients
 from tests.fake_engine import FakeEngine, Hold
 from tests.relay.conftest import Proxy, ProxyMaker
@@ -61,11 +62,16 @@ async def drip(reader: Reader, writer: Writer) -> None:
         await asyncio.sleep(HEAD_S / 10)
 
 
-async def begin_the_second(reader: Reader, writer: Writer) -> None:
-    writer.write(get("/v1/models"))
+async def be_answered(reader: Reader, writer: Writer, rest: bytes = get("/v1/models")) -> None:
+    writer.write(rest)
     head = await reader.readuntil(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 ")
     length = next(line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:"))
     await reader.readexactly(int(length.partition(b":")[2]))
+
+
+async def begin_the_second(reader: Reader, writer: Writer) -> None:
+    await be_answered(reader, writer)
     writer.write(HALF)
 
 
@@ -137,6 +143,61 @@ async def test_a_request_that_takes_long_is_nobodys_fault(engine: FakeEngine, ma
             await asyncio.sleep(0.5)
             hold.release()
             assert (await asked).status_code == 200
+
+
+@pytest.fixture
+def short_idle_time(monkeypatch: pytest.MonkeyPatch) -> float:
+    monkeypatch.setitem(connection._OPTIONS, "keepalive_timeout", 0.3)
+    return 0.3
+
+
+async def test_a_head_that_began_within_the_idle_time_may_end_after_it(
+    engine: FakeEngine, make_proxy: ProxyMaker, short_idle_time: float
+) -> None:
+    """And the connection has its idle time anew behind it."""
+    async with make_proxy(engine.url) as proxy, connected(proxy.url) as (reader, writer):
+        await be_answered(reader, writer)
+        for _ in range(2):
+            writer.write(HALF)
+            await asyncio.sleep(2 * short_idle_time)
+            await be_answered(reader, writer, b"host\r\n\r\n")
+        assert await everything(reader) == b""
+
+
+@pytest.mark.usefixtures("short_idle_time")
+async def test_a_head_that_began_within_the_idle_time_has_its_own_end(
+    engine: FakeEngine, make_proxy: ProxyMaker
+) -> None:
+    async with make_proxy(engine.url, client_head_s=1) as proxy, connected(proxy.url) as (reader, writer):
+        await be_answered(reader, writer)
+        writer.write(HALF)
+        assert_told(await everything(reader))
+
+
+@pytest.mark.parametrize("is_new", [False, True])
+async def test_what_came_in_the_moment_of_the_end_is_answered(
+    engine: FakeEngine, make_proxy: ProxyMaker, monkeypatch: pytest.MonkeyPatch, is_new: bool
+) -> None:
+    """The kernel has it already, and closing over it would be a reset."""
+    made: list[connection.Connection] = []
+    monkeypatch.setattr(
+        connection.Connection,
+        "connection_made",
+        lambda self, transport: (made.append(self), super(connection.Connection, self).connection_made(transport)),
+    )
+    async with make_proxy(engine.url) as proxy:
+        async with connected(proxy.url) as (reader, writer):
+            if not is_new:
+                await be_answered(reader, writer)
+            await until(lambda: made and made[-1]._waiter)
+            writer.write(get("/v1/models", "Connection: close\r\n"))
+            if is_new:
+                made[-1]._no_head()
+            else:
+                made[-1]._next_keepalive_close_time = 0.0
+                made[-1]._process_keepalive()
+            assert (await everything(reader)).startswith(b"HTTP/1.1 200 ")
+        assert not made[-1].connected
 
 
 # Bodies -----------------------------------------------------------------------------------------------------------

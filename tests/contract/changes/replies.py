@@ -60,6 +60,15 @@ async def hop_back(lab: Lab) -> bool:
     return plain == b"ab" and b"content-length" not in empty.lower()
 
 
+async def half_closed(lab: Lab) -> bool:
+    script = [0.3, OK + b"Content-Length: 2\r\n\r\n{}"]
+    async with lab.raw(script) as (_, proxy), connected(proxy.url) as (reader, writer):
+        writer.write(models())
+        writer.write_eof()
+        whole = await reader.read(-1)
+    return whole.startswith(b"HTTP/1.1 200 OK\r\n") and whole.endswith(b"\r\n\r\n{}")
+
+
 async def held_streams(lab: Lab) -> bool:
     lab.monkeypatch.setattr(kept_alive, "EVERY_S", 0.02)
     async with lab.fake() as (engine, proxy):
@@ -121,6 +130,7 @@ REPLIES: dict[str, Check] = {
     "retry-after": retry_after,
     "broken-stream": broken_stream,
     "hop-back": hop_back,
+    "half-closed": half_closed,
     "held-streams": held_streams,
     "metrics": metrics,
     "slots-view": slots_view,
