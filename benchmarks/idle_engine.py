@@ -81,7 +81,9 @@ class IdleEngine:
             event = chunk(EVENT % int(due_s * 1e6))
             streams = self.streams[beat]
             for connection, n_left in list(streams.items()):
-                if n_left and not connection.is_closing():
+                if connection.is_closing():
+                    del streams[connection]
+                elif n_left:
                     connection.write(event)
                     self.n_emitted += 1
                     streams[connection] = n_left - 1
