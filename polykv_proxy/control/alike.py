@@ -9,6 +9,9 @@ Clients that send a ``prompt_cache_key`` say which requests belong together. Tho
 bodies do not begin alike: another order of tools, or parts instead of one text, may be the same tokens. It is a hint:
 other keys keep nobody apart, and the same key makes nobody share what is not the same.
 
+Two dialects write the same prompt with other bytes. Once a prompt was rendered it is filed under beginnings of its
+tokens as well, and is found by whoever is rendered, too.
+
 What was rendered in vain is remembered by the bytes that were alike (``settle``): the hundredth agent with one system
 prompt is not compared again with the other ninety-nine.
 
@@ -135,6 +138,11 @@ class PromptBook:
         prompt.tokens, prompt.body = tokens, {}
         if is_filed:
             self._n_bytes += prompt.weight - before
+            token_keys = _keys_of(b"tokens", memoryview(tokens), self.min_tokens)
+            for key in token_keys:
+                self._by_beginning[key][prompt.number] = prompt
+            n_first = 0 if prompt.family is None else 1
+            prompt.keys = (*prompt.keys[:n_first], *token_keys, *prompt.keys[n_first:])
 
     def find(self, turn: Turn) -> Prompt | None:
         """What was entered for this turn."""
@@ -166,7 +174,12 @@ class PromptBook:
     # What was compared before ---------------------------------------------------------------------------------------
 
     def is_settled(self, prompt: Prompt, others: Sequence[Prompt], version: int) -> bool:
-        """Prompts that begin as this one and these ``others`` were compared, and no pool would have been worth it."""
+        """Prompts that begin as this one and these ``others`` were compared, and no pool would have been worth it.
+
+        Not those that only their tokens tell: to compare them takes no rendering.
+        """
+        if any(self._is_told_by_tokens(prompt, other) for other in others):
+            return False
         return all(self._settled.get(key) == version for key in self._settled_keys(prompt, others))
 
     def settle(self, prompt: Prompt, others: Sequence[Prompt], version: int) -> None:
@@ -176,6 +189,10 @@ class PromptBook:
             self._settled.move_to_end(key)
             if len(self._settled) > MAX_SETTLED:
                 self._settled.popitem(last=False)
+
+    def _is_told_by_tokens(self, prompt: Prompt, other: Prompt) -> bool:
+        same_family = prompt.family is not None and prompt.family == other.family
+        return not same_family and alike_bytes(prompt, other) < self.min_bytes
 
     def _settled_keys(self, prompt: Prompt, others: Sequence[Prompt]) -> list[tuple[int, int]]:
         """For the bytes that all who begin so share; and for the family, of which some may begin with other bytes."""
@@ -190,17 +207,23 @@ class PromptBook:
 
     def _keys(self, prompt: Prompt) -> list[int]:
         """The family, then the longest beginning first."""
-        keys, n = [], self.min_bytes
-        hasher, n_hashed = xxhash.xxh3_64(), 0
-        while n <= len(prompt.text):
-            hasher.update(prompt.text[n_hashed:n])
-            keys.append(hasher.intdigest())
-            n_hashed, n = n, n * 2
+        keys = _keys_of(b"", memoryview(prompt.text), self.min_bytes)
         if prompt.n_tools >= self.min_bytes:
-            keys.insert(0, prompt.tools_hash)
+            keys.append(prompt.tools_hash)
         if prompt.family is not None:
-            keys.append(prompt.family)
-        return keys[::-1]
+            keys.insert(0, prompt.family)
+        return keys
+
+
+def _keys_of(kind: bytes, said: "memoryview[Any]", shortest: int) -> list[int]:
+    """Of beginnings, each twice as long as the one before, the longest first."""
+    keys, n, n_hashed = [], shortest, 0
+    hasher = xxhash.xxh3_64(kind)
+    while n <= len(said):
+        hasher.update(said[n_hashed:n])
+        keys.append(hasher.intdigest())
+        n_hashed, n = n, n * 2
+    return keys[::-1]
 
 
 def alike_bytes(one: Prompt, other: Prompt) -> int:

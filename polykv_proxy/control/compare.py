@@ -102,6 +102,15 @@ class Comparer:
             self._remember(chat, target_id, compared, version)
         return compared
 
+    def needs_rendering(self, request: AttachRequest) -> bool:
+        """There are pools to compare a request with that names none, and nothing is known of its body."""
+        if not len(self._tree):
+            return False
+        target = self.of_session(request)
+        self.seen.open(self._watch.epoch)
+        chat = Conversation.of(request.path, request.body)
+        return self.seen.find(chat, target.pool_id if target is not None else None, self._version) is None
+
     def of_session(self, request: AttachRequest) -> Pool | None:
         """The pool that the session of a request is on."""
         session = self._sessions.get(request.session) if request.session is not None else None

@@ -22,7 +22,7 @@ mostly less than a batch, at worst once more the whole beginning, however many w
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -90,9 +90,11 @@ class FanOut(Flights):
         if not self.concerns(n_bytes) or not self._is_possible():
             return False
         prompt = self._prompts.find(turn) or self._prompts.enter(turn, path, body, n_bytes)
-        others = self._prompts.alike(prompt) if prompt is not None else []
-        if prompt is None or not others:
+        if prompt is None:
             return False
+        others = self._prompts.alike(prompt)
+        if not others:
+            return self._may_follow(prompt)
         return not self._prompts.is_settled(prompt, others, self._comparer.version)
 
     async def join(self, request: AttachRequest) -> AttachRequest:
@@ -129,14 +131,18 @@ class FanOut(Flights):
         for _ in range(MAX_ROUNDS):
             others = self._prompts.alike(prompt)
             version = self._comparer.version
-            if not others or self._prompts.is_settled(prompt, others, version):
-                return request
             if prompt.tokens is None:
+                if not self._is_worth_rendering(prompt, others, version, request):
+                    return request
                 rendered = await self._comparer.render(request)
                 if len(rendered) != 1:
                     return request
                 self._prompts.rendered(prompt, rendered[0])
                 request = replace(request, prompts=tuple(rendered))
+                by_tokens = [one for one in self._prompts.alike(prompt) if one.tokens is not None]
+                others += [one for one in by_tokens if one not in others]
+            if not others or self._prompts.is_settled(prompt, others, version):
+                return request
             flight, n_common = await self._choose(prompt, others)
             if flight is None:
                 self._prompts.settle(prompt, others, version)
@@ -151,6 +157,18 @@ class FanOut(Flights):
             if not again:
                 break
         return request
+
+    def _is_worth_rendering(
+        self, prompt: Prompt, others: Sequence[Prompt], version: int, request: AttachRequest
+    ) -> bool:
+        """Others' bodies begin so; or it must be rendered anyway, which tells whose tokens do, whatever the dialect."""
+        if others and not self._prompts.is_settled(prompt, others, version):
+            return True
+        return self._may_follow(prompt) or (not self._has_its_own(prompt) and self._comparer.needs_rendering(request))
+
+    def _may_follow(self, prompt: Prompt) -> bool:
+        """A pool is being made, maybe of what it begins with, written in another dialect: soon it would match."""
+        return bool(self._flights) and not self._has_its_own(prompt)
 
     async def _choose(self, prompt: Prompt, others: list[Prompt]) -> tuple[Flight | None, int]:
         """The flight for this prompt, begun if there was none, and how many tokens it shares with its leader.

@@ -31,6 +31,10 @@ MAX_JOIN_S = 600.0
 GRANT_S, STEP_S = 1.0, 0.1
 """So long a leader without a slot is waited for, and an engine that does not share cells that are there."""
 
+ASKED_S = 5.0
+"""So long for the engine to say what a leader left that is done: it answers between two batches of somebody else, and
+who does not wait would stand behind those, too, with more to prefill."""
+
 MAX_MISSES = 25
 """So often a slot may turn out to hold something else, before the pool is made without it."""
 
@@ -47,7 +51,7 @@ class Flight:
     """``wished``: where pools are wanted besides those for who waits. ``slot_id``: where the leader was seen last.
 
     ``refused``: the slot has so many tokens, but the engine did not share them. ``prefills``: the pool is being made.
-    ``was_fetched``: what was saved of a leader that is done was asked for.
+    ``was_fetched``: what was saved of a leader that is done was asked for. ``asks``: the engine is to answer.
     """
 
     leader: Prompt
@@ -59,6 +63,7 @@ class Flight:
     refused: bool = False
     prefills: bool = False
     was_fetched: bool = False
+    asks: bool = False
     task: "asyncio.Task[None] | None" = None
     made: bool = False
 
@@ -113,13 +118,15 @@ class Flights:
         """
         told: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         flight.waiting[prompt.number] = _Waiter(prompt, n_common, told)
-        patience_s, n_steps = GRANT_S, 0
+        n_vain, n_steps = 0, 0
         try:
-            while not told.done() and patience_s > 0 and n_steps * STEP_S < MAX_JOIN_S:
+            while not told.done() and n_steps * STEP_S < MAX_JOIN_S:
                 n_steps += 1
                 await asyncio.wait([told], timeout=STEP_S)
                 busy = flight.prefills or self._has_slot(flight.leader)
-                patience_s = GRANT_S if busy else patience_s - STEP_S
+                n_vain = 0 if busy else n_vain + 1
+                if n_vain * STEP_S >= (ASKED_S if flight.asks else GRANT_S):
+                    break
             return told.done() and told.result()
         finally:
             flight.waiting.pop(prompt.number, None)
@@ -174,7 +181,11 @@ class Flights:
     async def _make(self, flight: Flight) -> bool:
         """Follow the leader until there is a pool. Gives whether there is. Raises UpstreamError and its heirs."""
         while flight.n_misses < MAX_MISSES:
-            slot = await self._look(flight)
+            flight.asks = True
+            try:
+                slot = await self._look(flight)
+            finally:
+                flight.asks = False
             if slot is not None and self._holds_enough(flight, slot):
                 if await self._share(flight, SlotId(slot.id)):
                     return True

@@ -47,6 +47,22 @@ BODIES = {
 }
 
 
+def test_two_dialects_are_told_by_tokens_once_both_are_rendered() -> None:
+    book = Book(min_tokens=4)
+    one = book.enter("one", BODIES["/completion"]("Find it"), path="/completion")
+    two = book.enter("two", BODIES["/v1/messages"]("Write it"), path="/v1/messages")
+    assert one is not None
+    assert two is not None
+    book.prompts.rendered(one, make_tokens([1, 2, 3, 4, 5]))
+    assert (book.alike(one), book.alike(two)) == ([], [])
+    book.prompts.rendered(two, make_tokens([1, 2, 3, 4, 6]))
+    assert (book.alike(one), book.alike(two)) == (["two"], ["one"])
+    book.prompts.settle(two, [one], version=1)
+    assert not book.prompts.is_settled(two, [one], version=1), "to compare tokens again costs nothing"
+    book.prompts.leave_out(one)
+    assert (book.alike(two), len(book.prompts)) == ([], 1)
+
+
 @pytest.mark.parametrize("path", BODIES)
 def test_in_every_dialect(path: str) -> None:
     book = Book()

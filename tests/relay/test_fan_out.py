@@ -570,7 +570,10 @@ async def test_cells_that_are_not_shared_are_prefilled_once_for_all(engine: Fake
     await first
 
 
-async def test_an_engine_that_cannot_say_is_not_waited_for(engine: FakeEngine, proxy: Proxy) -> None:
+async def test_an_engine_that_cannot_say_is_not_waited_for(
+    engine: FakeEngine, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("polykv_proxy.control.flights.ASKED_S", 1.0)
     await ask(proxy, WORDS[0])
     hold = Hold()
     engine.on("stats", "request", hold, times=None)
@@ -579,6 +582,96 @@ async def test_an_engine_that_cannot_say_is_not_waited_for(engine: FakeEngine, p
     assert receipt["hold_ms"] >= 900
     assert asyncio.get_running_loop().time() - began_s < 10
     hold.release()
+
+
+async def test_an_engine_that_is_in_a_long_batch_says_it_after_that(engine: FakeEngine, proxy: Proxy) -> None:
+    """The stats come between two batches. Who gave up before would stand behind the same batch, and prefill it all."""
+    await ask(proxy, WORDS[0])
+    batch = Hold()
+    engine.on("stats", "request", batch, times=None)
+    second = asyncio.create_task(ask(proxy, WORDS[1]))
+    await until(lambda: proxy.control.fan_out.n_waiting == 1)
+    await asyncio.sleep(1.5)  # longer than a leader without a slot is waited for
+    assert proxy.control.fan_out.n_waiting == 1
+    batch.release()
+    assert (await second)["cached_n_tokens"] == n_common(engine, CHAT)
+
+
+# In two dialects -----------------------------------------------------------------------------------------------------
+
+COMPLETIONS = "/v1/completions"
+
+
+def written_out(engine: FakeEngine, text: str) -> dict[str, Any]:
+    """The prompt of ``body_of(CHAT, text)`` as a client writes it that has the template itself."""
+    tokens = engine.template.render(CHAT, body_of(CHAT, text))[0][0]
+    body = {"prompt": engine.template.tokenizer.decode(tokens), "max_tokens": 4}
+    assert engine.template.render(COMPLETIONS, body)[0][0] == tokens
+    return body
+
+
+async def forget_what_slots_hold(engine: FakeEngine, proxy: Proxy) -> None:
+    """As when nobody has come for a while."""
+    proxy.control.sessions.anonymous_idle_s = 0
+    await until(lambda: len(proxy.control.sessions) == 0)
+    proxy.control.sessions.anonymous_idle_s = 30
+    for slot in engine.slots:
+        slot.cut(0)
+
+
+@pytest.mark.parametrize("first", [CHAT, "/v1/messages", "/v1/responses"])
+async def test_who_comes_while_the_pool_is_made_waits_for_it_in_another_dialect_too(
+    engine: FakeEngine, proxy: Proxy, first: str
+) -> None:
+    """The second one was just served, its slot is about to become a pool, and no two bodies begin alike."""
+    post = proxy.client.post
+    assert (await post(first, json=body_of(first, WORDS[0]))).status_code == 200
+    await forget_what_slots_hold(engine, proxy)
+    making = Hold()
+    engine.on("snapshot", "request", making)
+    assert (await post(first, json=body_of(first, WORDS[1]))).status_code == 200
+    await making.reached()
+    assert len(proxy.control.tree) == 0
+    third = asyncio.create_task(post(COMPLETIONS, json=written_out(engine, WORDS[2])))
+    await until(lambda: proxy.control.fan_out.n_waiting == 1)
+    assert engine.requests(COMPLETIONS) == []
+    n_before = engine.n_prompt_cum
+    making.release()
+    receipt = receipt_at(COMPLETIONS, (await third).content, stream=False)
+    (pool,) = await pools(proxy)
+    assert (receipt["pool_id"], receipt["cached_n_tokens"]) == (pool["pool_id"], n_common(engine, CHAT))
+    assert engine.n_prompt_cum - n_before == n_tokens(engine, CHAT, WORDS[2]) - n_common(engine, CHAT)
+
+
+async def test_what_was_rendered_is_found_by_its_tokens(engine: FakeEngine, proxy: Proxy) -> None:
+    """With a pool on the tree prompts are rendered anyway: a slot is shared between two dialects at no render more."""
+    await proxy.pool(tokens=[1, 2, 3])
+    await proxy.client.post(CHAT, json=body_of(CHAT, WORDS[0]))
+    n_renders = len(engine.requests("/polykv/engine/render"))
+    assert n_renders == 1
+    answer = await proxy.client.post(COMPLETIONS, json=written_out(engine, WORDS[1]))
+    receipt = receipt_at(COMPLETIONS, answer.content, stream=False)
+    assert (receipt["cached_n_tokens"], receipt["miss_reason"]) == (n_common(engine, CHAT), None)
+    assert len(engine.requests("/polykv/engine/render")) == n_renders + 1
+    assert [pool["prefix_len"] for pool in await pools(proxy) if pool["auto"]] == [n_common(engine, CHAT)]
+
+
+async def test_nobody_is_rendered_for_a_pool_that_is_made_who_goes_on_in_its_own_slot(
+    engine: FakeEngine, proxy: Proxy
+) -> None:
+    body = {"messages": [{"role": "user", "content": "Once upon a time. " * 40}], "session_id": "main", "max_tokens": 4}
+    said = (await proxy.client.post(CHAT, json=body)).json()["choices"][0]["message"]["content"]
+    making = Hold()
+    await ask(proxy, WORDS[0])
+    engine.on("snapshot", "request", making)
+    second = asyncio.create_task(ask(proxy, WORDS[1]))
+    await making.reached()
+    n_renders = len(engine.requests("/polykv/engine/render"))
+    more = [*body["messages"], {"role": "assistant", "content": said}, {"role": "user", "content": "On"}]
+    assert (await proxy.client.post(CHAT, json=body | {"messages": more})).status_code == 200
+    assert len(engine.requests("/polykv/engine/render")) == n_renders
+    making.release()
+    await second
 
 
 # Families ------------------------------------------------------------------------------------------------------------
