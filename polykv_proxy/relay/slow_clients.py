@@ -23,10 +23,12 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple, cast
 
 from aiohttp import web, web_protocol
+from aiohttp.http import RawRequestMessage
 from aiohttp.streams import EMPTY_PAYLOAD, StreamReader
 
 from polykv_proxy.errors import BodyTimeout, HeadTimeout
 from polykv_proxy.relay.half_closed import HalfClosed, can_be_asked
+from polykv_proxy.relay.upgrades import keep_what_follows
 
 log = logging.getLogger("polykv.http")
 
@@ -125,6 +127,11 @@ class PatientHandler(web.RequestHandler):
             if self._payload is EMPTY_PAYLOAD and isinstance(message, web_protocol._ErrInfo):
                 # What follows the end of a body cannot be found any more: then it may be one.
                 self._unreadable_head = _is_head(self._begun + data) if is_between else b"HEAD " in data
+            elif message.upgrade:  # type: ignore[union-attr] # what could not be read has no payload
+                is_whole = is_between and not self._begun and self._request_count == n + 1
+                self._waits_s, self._begun = None, b""
+                keep_what_follows(self, cast(RawRequestMessage, message), data, is_whole=is_whole)
+                return
             self._waits_s, self._begun = None, b""
         elif is_between and len(self._begun) < _LINE_BEGINS:
             begun = self._begun + data if self._begun else data.lstrip(b"\r\n")

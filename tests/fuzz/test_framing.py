@@ -164,22 +164,28 @@ HEADERS = {
     "too long": refused(get(b"X-A: " + b"a" * 33_000 + b"\r\n"), 431),
     "a long name": refused(get(b"X" * 33_000 + b": a\r\n"), 431),
 }
+H2C = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: A\r\n"
 TURNS = {
     "pipelined": Probe(
         get(target=b"/b") + post(b"Content-Length: 2\r\n", b"[]") + post(CHUNKED, TWO, b"/c"),
         200,
         [(b"GET /b", b""), (b"POST /a", b"[]"), (b"POST /c", b"[]")],
     ),
-    "Upgrade: h2c": served(
-        post(
-            b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: A\r\nContent-Length: 2\r\n", b"[]"
-        ),
-        body=b"[]",
-        waits=True,
+    "Upgrade: h2c": served(post(H2C + b"Content-Length: 2\r\n", b"[]"), body=b"[]"),
+    "Upgrade: h2c, and its reply is waited for": served(
+        post(H2C + b"Content-Length: 2\r\n", b"[]"), body=b"[]", waits=True
     ),
-    "Upgrade: h2c, in chunks": served(
-        post(b"Connection: Upgrade\r\nUpgrade: h2c\r\n" + CHUNKED, TWO), body=b"[]", waits=True
+    "Upgrade: h2c of a GET": served(get(H2C), b"GET /a"),
+    "Upgrade: h2c of several": Probe(
+        b"\r\n" + get(H2C) + post(H2C + b"Content-Length: 2\r\n", b"[]") + get(target=b"/b"),
+        200,
+        [(b"GET /a", b""), (b"POST /a", b"[]"), (b"GET /b", b"")],
     ),
+    "Upgrade: h2c behind another": Probe(
+        get(target=b"/b") + get(H2C), 200, [(b"GET /b", b""), (b"GET /a", b"")], closes=True
+    ),
+    "Upgrade: h2c, in chunks": served(post(H2C + CHUNKED, TWO), body=b"[]", closes=True),
+    "Upgrade: foo": served(get(b"Connection: upgrade\r\nUpgrade: foo\r\n"), b"GET /a"),
     "Upgrade: websocket": served(get(b"Connection: Upgrade\r\nUpgrade: websocket\r\n"), b"GET /a"),
     "Expect in HTTP/1.0": served(
         b"POST /a HTTP/1.0\r\nExpect: 100-continue\r\nContent-Length: 2\r\n\r\n[]", body=b"[]", closes=True, waits=True
@@ -232,3 +238,49 @@ async def test_a_table_of_probes(make_proxy: ProxyMaker, table: str) -> None:
             if (statuses, at_engine, ours, at_rest, got.endswith(b">")) != (expected, seen, True, True, False):
                 wrong[name] = (statuses, at_engine, got[:400])
     assert wrong == {}
+
+
+PIECES = [
+    (post(H2C + b"Content-Length: 4\r\n"), b"[1", b",]" + LAST),
+    (post(H2C + b"Content-Length: 4\r\n", b"[1"), b",]" + LAST),
+    (post(H2C + b"Content-Length: 4\r\n", b"[1,]") + LAST[:9], LAST[9:]),
+]
+
+
+@pytest.mark.parametrize("pieces", PIECES)
+async def test_what_follows_an_upgrade_is_not_lost_however_it_is_cut(
+    make_proxy: ProxyMaker, pieces: tuple[bytes, ...]
+) -> None:
+    async with RawEngine() as engine, make_proxy(engine.url) as proxy:
+        async with connected(proxy.url) as (reader, writer), asyncio.timeout(PATIENCE_S):
+            for piece in pieces:
+                writer.write(piece)
+                await asyncio.sleep(0.05)
+            got = await reader.read(-1)
+        assert got.count(b"HTTP/1.1 200 OK\r\n") == 2
+        assert [head.split(b" ")[1] for head in engine.heads] == [b"/a", b"/last"]
+        assert engine.bodies == [b"[1,]", b""]
+
+
+@pytest.mark.parametrize("cut", [7, 40, len(H2C)])
+async def test_half_a_request_behind_an_upgrade_never_makes_one_of_its_other_half(
+    make_proxy: ProxyMaker, cut: int
+) -> None:
+    """Of a head that came in pieces the end is not known: nothing is read behind it."""
+    inner = post(b"X-A: " + b"a" * 30 + b"\r\nContent-Length: %d\r\n" % len(LAST), LAST, b"/outer")
+    sent = get(H2C) + inner
+    async with RawEngine() as engine, make_proxy(engine.url) as proxy:
+        async with connected(proxy.url) as (reader, writer), asyncio.timeout(PATIENCE_S):
+            for piece in (sent[:cut], sent[cut : -len(LAST)], sent[-len(LAST) :]):
+                writer.write(piece)
+                await asyncio.sleep(0.05)
+            assert (await reader.read(-1)).count(b"HTTP/1.1 ") == 1
+        assert [head.split(b" ")[1] for head in engine.heads] == [b"/a"]
+
+
+async def test_what_is_no_request_behind_an_upgrade_is_refused(make_proxy: ProxyMaker) -> None:
+    async with RawEngine() as engine, make_proxy(engine.url) as proxy:
+        statuses, got = await play(proxy.url, Probe(get(H2C) + b"\0"))
+        assert statuses == [200, 400]
+        assert b'"src":"polykv_proxy"' in got
+        assert len(engine.heads) == 1

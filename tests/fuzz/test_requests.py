@@ -159,7 +159,9 @@ def play(stage: Stage, mode: str, sent: list[tuple[bytes, str, bytes]]) -> None:
     arrived = [r.body for r in stage.engines[mode].received if r.method == "POST"]
     if mode == "auto":
         arrived = [ADDED.sub(b"", body) for body in arrived]
-    for (request, _, body), (_, said) in zip(sent, replies, strict=True):
+    for (request, path, body), (_, said) in zip(sent, replies, strict=True):
+        if path.startswith("/slots") and b'"code":"forbidden"' in said:
+            continue  # of a foreign page, by its Origin: it would read what others asked
         named = any(name in request.lower() for name in (b"x-session-id:", b"x-pool-id:", b"x-polykv-"))
         if named or carries_a_field(body) or (mode == "auto" and (SRC in said or could_be_rewritten(body))):
             continue
