@@ -335,7 +335,7 @@ def test_a_disk_that_is_nearly_full_takes_small_files_and_is_not_said_to_work_ag
 
 async def test_a_full_disk_costs_the_copies_there_and_nothing_else(engine, caplog):
     async with planes(engine, warm_after_s=LATER, warm_disk_bytes=MIB, heartbeat_s=0.01) as plane:
-        plane.control.saved.disk.first_pause_s = 0.2
+        plane.control.saved.disk.first_pause_s = LATER
         engine.saved.disk_fails = FULL.format("a")
         with caplog.at_level(logging.INFO, "polykv.saved"):
             for i, n in enumerate((100, 101, 102)):
@@ -345,10 +345,13 @@ async def test_a_full_disk_costs_the_copies_there_and_nothing_else(engine, caplo
             await evict(plane, "p1")
             assert places(plane) == {100: ("ram",), 101: ("ram",)}
             assert "No space left on device" in plane.control.saved.disk_fails
-            n = len(saves(engine))
-            await asyncio.sleep(0.1)
+            n, watch = len(saves(engine)), plane.control.watch
+            for _ in range(5):
+                asked_s = watch.asked_s
+                await eventually(lambda: watch.asked_s > asked_s)  # noqa: B023 (awaited in its turn)
             assert len(saves(engine)) == n, "it is not asked with each heartbeat"
             engine.saved.disk_fails = None
+            plane.control.saved.disk.end_pause()
             await eventually(
                 lambda: places(plane) == dict.fromkeys((100, 101, 102), ("ram", "disk")) | {102: ("disk",)}
             )
