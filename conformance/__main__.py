@@ -2,7 +2,9 @@
 
 import argparse
 import os
+import shlex
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -10,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from conformance import clients, upstream
+from conformance.children import Children, Stopped
 from conformance.hub import write_hub
 from conformance.page import page
 from conformance.server import ARMS
@@ -21,6 +24,8 @@ from tests.engine.binaries import binary_path
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "conformance.md"
 MODES = ("proxy", "proxy-stock")
 SCENARIOS = "scenarios"
+STOPPED = 128 + signal.SIGINT
+"""The exit status, as of a shell."""
 
 
 def say(line: str) -> None:
@@ -33,7 +38,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         description="The official openai and anthropic clients and llama.cpp's own server tests: what passes in front "
         "of a stock llama-server passes through the proxy.",
         epilog="Exit status: 0 when it does, except for what conformance/excuses.py lists; 1 when something else "
-        "fails; 2 for wrong usage, or when the tests could not be run. A run of everything writes docs/conformance.md.",
+        "fails; 2 for wrong usage, or when the tests could not be run; 130 when it was stopped (Ctrl-C, SIGTERM): what "
+        "was found by then is kept, and it says how to go on. A run of everything writes docs/conformance.md.",
     )
     parser.add_argument("-k", dest="keyword", metavar="EXPRESSION", help="only these tests, as pytest -k selects them")
     parser.add_argument(
@@ -76,31 +82,32 @@ def report(found: dict[str, Found]) -> int:
     return 1 if any(it.differs for it in found.values()) else 0
 
 
-def run(options: argparse.Namespace, folder: Path) -> int:
-    """Everything that was asked for.
+def run(options: argparse.Namespace, folder: Path, store: Path | None, children: Children) -> int:
+    """Everything that was asked for. ``store``: where what was found is kept, and looked for.
 
-    Raises:  CannotRunError
+    Raises:  CannotRunError, Stopped
     """
+    if options.resume and options.keyword:
+        raise CannotRunError("--resume keeps whole files: leave -k out")
     tree = pinned_tree(say)
     known = sorted(path.stem for path in (tree / "tools/server/tests/unit").glob("test_*.py"))
     wanted = [name.removesuffix(".py") for name in options.files or [SCENARIOS, *known]]
     if unknown := set(wanted) - {SCENARIOS, *known}:
         raise CannotRunError(f"the pinned commit has no {', '.join(sorted(unknown))} in tools/server/tests/unit")
     kinds = {ARMS[arm] for arm in ["stock", *options.arms]}
-    suite = Suite(tree, folder / "models", {kind: binary_path(kind) for kind in sorted(kinds)})
+    binaries = {kind: binary_path(kind) for kind in sorted(kinds)}
+    suite = Suite(tree, folder / "models", binaries, children=children)
     found: dict[str, Found] = {}
-    if options.resume and options.keyword:
-        raise CannotRunError("--resume keeps whole files: leave -k out")
     if SCENARIOS in wanted:
         found[SCENARIOS] = upstream.remembered(
-            options.resume,
+            store,
             SCENARIOS,
             options.arms,
             lambda: clients.compare(suite, options.arms, folder, say, keyword=options.keyword),
         )
     if files := [name for name in wanted if name != SCENARIOS]:
         write_hub(suite.hub)
-        with nursing(folder) as nursery:
+        with nursing(folder, children) as nursery:
             found["upstream"] = upstream.compare(
                 replace(suite, nursery=nursery),
                 files,
@@ -109,7 +116,7 @@ def run(options: argparse.Namespace, folder: Path) -> int:
                 say,
                 keyword=options.keyword,
                 n_jobs=options.jobs,
-                store=options.resume,
+                store=store,
             )
     if is_whole(options):
         PAGE.write_text(page(found["upstream"], found[SCENARIOS], commit=BASE, versions=clients.versions()))
@@ -117,20 +124,52 @@ def run(options: argparse.Namespace, folder: Path) -> int:
     return report(found)
 
 
-def main() -> int:
-    options = parse_arguments()
-    with tempfile.TemporaryDirectory(prefix="polykv-conformance-") as scratch:
-        folder = Path(scratch)
+def go_on(arguments: Sequence[str], store: Path | None) -> str:
+    """What a run that did not come to its end has done, and how to go on."""
+    if store is None:
+        return "a run with -k keeps nothing"
+    n_done = len(list(store.glob("*.json")))
+    if not n_done:
+        return "nothing was done yet"
+    resume = [] if parse_arguments(arguments).resume else ["--resume", str(store)]
+    command = shlex.join([sys.executable, "-m", "conformance", *resume, *arguments])
+    return f"{n_done} part{'s are' if n_done > 1 else ' is'} done and kept; go on with: {command}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    options = parse_arguments(arguments)
+    folder = Path(tempfile.mkdtemp(prefix="polykv-conformance-"))
+    store = options.resume or (None if options.keyword else folder.with_name(f"{folder.name}-found"))
+    children = Children()
+    ended = False
+
+    def at_once() -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        # Not `print`: the signal may have come in the middle of another one.
+        os.write(sys.stderr.fileno(), f"stopped at once: {go_on(arguments, store)}\n".encode())
+
+    with children.answering_signals(at_once):
         try:
-            return run(options, folder)
+            status = run(options, folder, store, children)
+            ended = True
         except CannotRunError as e:
             say(str(e))
-            return 2
+            status = 2
+        except Stopped:
+            status = STOPPED
         finally:
+            children.end_all()
             if options.keep:
                 for part in ("logs", "scenarios"):
                     if (folder / part).is_dir():
                         shutil.copytree(folder / part, options.keep / part, dirs_exist_ok=True)
+            shutil.rmtree(folder)
+            if not ended:
+                say(f"stopped: {go_on(arguments, store)}")
+            elif store is not None and not options.resume:
+                shutil.rmtree(store, ignore_errors=True)  # only what was found is in it
+    return status
 
 
 if __name__ == "__main__":

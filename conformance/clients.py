@@ -1,7 +1,6 @@
 """The official clients against each arm: one server for all scenarios of an arm, started as llama.cpp's tests do."""
 
 import os
-import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ET
@@ -42,7 +41,7 @@ def serving(suite: Suite, arm: str, logs: Path) -> Iterator[str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("POLYKV_", "LLAMA_"))}
     environment = kept | {"CONFORMANCE_BINARY": str(suite.binaries[server.ARMS[arm]])}
     with (logs / "server.log").open("w") as log:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
+        process = suite.children.start(command, stdout=log, stderr=log, env=environment)
     try:
         end_s = time.monotonic() + START_WITHIN_S
         while not server.is_healthy(url):
@@ -51,12 +50,7 @@ def serving(suite: Suite, arm: str, logs: Path) -> Iterator[str]:
             time.sleep(0.05)
         yield url
     finally:
-        process.terminate()
-        try:
-            process.wait(STOP_WITHIN_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        suite.children.end(process, STOP_WITHIN_S)
 
 
 def run(suite: Suite, arm: str, logs: Path, *, keyword: str | None = None) -> dict[str, Outcome]:
@@ -72,9 +66,7 @@ def run(suite: Suite, arm: str, logs: Path, *, keyword: str | None = None) -> di
         command = [sys.executable, "-m", "pytest", str(SCENARIOS), "-p", "no:cacheprovider", "-q", "-W", "default"]
         command += ["-o", "addopts=", "--junit-xml", str(results), *(["-k", keyword] if keyword else [])]
         with (logs / "pytest.log").open("w") as log:
-            status = subprocess.run(
-                command, cwd=root, env=os.environ | own, stdout=log, stderr=log, check=False
-            ).returncode
+            status = suite.children.run(command, cwd=root, env=os.environ | own, stdout=log, stderr=log)
     if status not in (0, 1, 5):
         raise CannotRunError(f"{(logs / 'pytest.log').read_text()[-4000:]}\npytest ended with {status} on {arm}")
     return {name_of(case): outcome_of(case) for case in ET.parse(results).iter("testcase")}

@@ -19,6 +19,7 @@ INTRO = """# Conformance
 Other people's clients and tests against the proxy, each beside the same in front of a stock llama-server. `make
 conformance` runs all of it and writes this page; it ends with 1 when something that passes in front of stock fails
 through the proxy and is not excused below. `make conformance ARGS='-k EXPRESSION'` runs a part and writes nothing.
+A run that is stopped (Ctrl-C, SIGTERM) ends all it started and says how to go on from there.
 
 In mode A the proxy stands in front of the patched engine with pools, in mode B in front of a stock llama-server. Both
 are as they are by default; nothing in the tests knows of them.

@@ -19,8 +19,9 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
 
+from conformance.children import BOUND
 from conformance.nursery import Forked
-from tests.engine.harness import bound_to_this_process, free_port
+from tests.engine.harness import free_port
 
 ARMS = {"stock": "stock", "patched-off": "patched", "patched": "patched", "proxy": "patched", "proxy-stock": "stock"}
 """Which build each arm runs."""
@@ -31,9 +32,6 @@ _N_EXTRA_SEQ = 2
 
 MODEL_FLAGS = {"--model", "--hf-repo", "--model-url"}
 IsEnded = Callable[[], bool]
-
-BOUND = bound_to_this_process()
-"""Should we be killed, our children end."""
 
 _STOP_WITHIN_S = 2.5
 """Less than the three seconds that the tests find long, and than the five after which they kill us."""

@@ -10,10 +10,11 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from conformance import nursery, server
+from conformance.children import BOUND, Children
 
 TEST_TIMEOUT_S = 300
 NOWHERE = "http://127.0.0.1:9"
@@ -46,41 +47,43 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Suite:
-    """The pinned tests, and what they run: a folder of models and a server of each kind."""
+    """The pinned tests, and what they run: a folder of models and a server of each kind, all as ``children``."""
 
     upstream: Path
     hub: Path
     binaries: dict[str, Path]
     nursery: Path = Path()
+    children: Children = field(default_factory=Children)
 
     def launcher_of(self, arm: str) -> str:
         """A script in the place of the server binary."""
         if arm == "stock":
-            command = [*server.BOUND, str(self.binaries["stock"])]
+            command = [*BOUND, str(self.binaries["stock"])]
         elif arm.startswith("proxy"):
-            command = [sys.executable, "-SEc", nursery.LAUNCHER, str(self.nursery), arm]
+            command = [*BOUND, sys.executable, "-SEc", nursery.LAUNCHER, str(self.nursery), arm]
         else:
             command = [sys.executable, "-m", server.__name__, arm]
         return f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n'
 
 
 @contextlib.contextmanager
-def nursing(folder: Path) -> Iterator[Path]:
+def nursing(folder: Path, children: Children) -> Iterator[Path]:
     """A process that forks proxies, and the socket at which it is asked for them.
 
     Raises:  CannotRunError
     """
     at = folder / "nursery"
-    command = [*server.BOUND, sys.executable, "-m", nursery.__name__, str(at)]
     root = Path(__file__).resolve().parent.parent
-    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, cwd=root) as process:
-        assert process.stdout is not None
+    command = [sys.executable, "-m", nursery.__name__, str(at)]
+    process = children.start(command, stdout=subprocess.PIPE, cwd=root)
+    assert process.stdout is not None
+    with process.stdout as said:
         try:
-            if not process.stdout.readline():
+            if not said.readline():
                 raise CannotRunError("the process that forks proxies did not start")
             yield at
         finally:
-            process.terminate()
+            children.end(process)
 
 
 def lay_out(suite: Suite, folder: Path) -> Path:
@@ -123,7 +126,7 @@ def run(
     command += ["-o", f"timeout={TEST_TIMEOUT_S}", "-o", "addopts=", "--junit-xml", str(results)]
     command += [*selected, *(["-k", keyword] if keyword else [])]
     with (logs / "pytest.log").open("w") as log:
-        status = subprocess.run(command, cwd=tests, env=environment, stdout=log, stderr=log, check=False).returncode
+        status = suite.children.run(command, cwd=tests, env=environment, stdout=log, stderr=log)
     if status not in (0, 1, 5):  # 1: some tests failed, 5: none was selected
         end = (logs / "pytest.log").read_text()[-4000:]
         raise CannotRunError(f"{end}\npytest ended with status {status} on {arm}")

@@ -8,8 +8,9 @@ that count on times.
 
 import itertools
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -145,7 +146,9 @@ def remembered(store: Path | None, name: str, arms: Sequence[str], run: Callable
         return Found(found.stock, {arm: found.arms[arm] for arm in arms})
     found = run()
     store.mkdir(parents=True, exist_ok=True)
-    path.write_text(found.to_json())
+    whole = path.with_suffix(".part")
+    whole.write_text(found.to_json())
+    os.replace(whole, path)  # a run may be ended at any moment
     return found
 
 
@@ -162,7 +165,9 @@ def compare(
 ) -> Found:
     """All files, ``n_jobs`` of them at a time; those that are in ``store`` are not run.
 
-    Raises:  CannotRunError
+    When one cannot be run, or the run is stopped, the others end with it.
+
+    Raises:  CannotRunError, Stopped
     """
     whole = Found(arms={arm: Arm() for arm in arms})
 
@@ -173,7 +178,16 @@ def compare(
         say(f"{file}: {len(found.stock)} tests, stock passes {n_passed}" + (f", {others}" if others else ""))
         return found
 
-    with ThreadPoolExecutor(n_jobs) as pool:
-        for future in [pool.submit(one, file) for file in files]:
+    pool = ThreadPoolExecutor(n_jobs)
+    try:
+        futures = [pool.submit(one, file) for file in files]
+        for future in wait(futures, return_when=FIRST_EXCEPTION).done:
+            future.result()
+        for future in futures:
             whole.add(future.result())
+    except BaseException:
+        suite_.children.end_all()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
     return whole
