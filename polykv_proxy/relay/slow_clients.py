@@ -27,7 +27,6 @@ from aiohttp.http import RawRequestMessage
 from aiohttp.streams import EMPTY_PAYLOAD, StreamReader
 
 from polykv_proxy.errors import BodyTimeout, HeadTimeout
-from polykv_proxy.relay.half_closed import HalfClosed, can_be_asked
 from polykv_proxy.relay.upgrades import keep_what_follows
 
 log = logging.getLogger("polykv.http")
@@ -89,7 +88,6 @@ class PatientHandler(web.RequestHandler):
 
     __slots__ = (
         "_begun",
-        "_half",
         "_heard_s",
         "_payload",
         "_slow",
@@ -111,7 +109,6 @@ class PatientHandler(web.RequestHandler):
         self._unreadable_head = False  # what could not be read began as a HEAD: its reply has no body
         self._stalled_s: float | None = None  # with so many bytes unsent since then
         self._unsent = 0
-        self._half: HalfClosed | None = None  # its client shut its side
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._wire = cast(asyncio.Transport, transport)  # uvloop's is none by its class
@@ -138,19 +135,6 @@ class PatientHandler(web.RequestHandler):
             if begun and not self._begun:
                 self._waits_s = self._heard_s
             self._begun = begun[:_LINE_BEGINS]
-
-    def eof_received(self) -> bool:  # type: ignore[override] # asyncio asks; aiohttp has nothing to say
-        """True: it stays, since something that came whole is still to be answered."""
-        wire = self._wire
-        if self._half is not None:
-            return True
-        if wire is None or not self.is_answering() or not self._payload.is_eof() or not can_be_asked(wire):
-            return False
-        self._half = HalfClosed(self, wire)
-        return self._half.begin()
-
-    def is_answering(self) -> bool:
-        return self._request_in_progress or bool(self._messages) or bool(self._message_tail)
 
     def look(self) -> None:
         """Let go of a client that had its time."""
@@ -222,8 +206,6 @@ class PatientHandler(web.RequestHandler):
     def connection_lost(self, exc: BaseException | None) -> None:
         super().connection_lost(exc)
         self._wire = None
-        if self._half is not None:
-            self._half.cancel()
 
 
 def _is_head(begun: bytes) -> bool:
