@@ -29,9 +29,12 @@ Reader, Writer = asyncio.StreamReader, asyncio.StreamWriter
 
 
 async def everything(reader: Reader) -> bytes:
-    """Until the other end closes."""
+    """Until the other end closes, or resets because a byte of ours crossed that."""
     async with asyncio.timeout(20):
-        return await reader.read(-1)
+        try:
+            return await reader.read(-1)
+        except ConnectionResetError:
+            return bytes(reader._buffer)  # type: ignore[attr-defined]
 
 
 def is_answered(reader: Reader) -> bool:
