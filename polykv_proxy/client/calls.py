@@ -249,11 +249,13 @@ def compact_by_refork(
     """Put a compacted context in the place of an old one: fork the stable ancestor, move sessions, pins and policy of
     ``old_pool`` to the new pool, release the old one and all below it. All of it or nothing.
 
-    ``compacted_tokens`` or ``messages``: the new FULL prefix, which begins like the ancestor. ``sessions``: who moves,
-    with the next turn; all of the old pool and below unless given. ``release_old=False`` keeps it. Without
-    ``old_pool`` it is only the fork, and sessions move when they name it.
+    ``compacted_tokens`` or ``messages``: the new FULL prefix, which begins like the ancestor and is shorter than the
+    pools or the conversations that it replaces. ``sessions``: who moves, with the next turn; all of the old pool and
+    below unless given. ``release_old=False`` keeps it. Without ``old_pool`` it is only the fork, and sessions move when
+    they name it.
 
-    Raises:  InvalidRequestError when the old pool contains the ancestor; PoolBusyError, PoolConflictError
+    Raises:  InvalidRequestError when the old pool contains the ancestor, or the new prefix is no shorter;
+             PoolConflictError when it does not begin with the ancestor; PoolBusyError
     """
     body = _source(compacted_tokens, None, messages, tools, chat_template_kwargs) | given(name=name)
     if old_pool is None:

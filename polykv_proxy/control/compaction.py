@@ -2,9 +2,12 @@
 on with the new one.
 
 Tokens that are rewritten have no cells in common with what they replace, so nothing in the cache is changed: the new
-text is a fork of the ancestor, prefilled once. One write to the journal then makes it the old pool's successor, with
-its pin, policy and name, and takes the old one off with everything below it. Before that write nothing has changed,
-whatever fails or dies; after it all of it has, and memory follows in a single step.
+text is a fork of the ancestor, prefilled once. It begins with what the old pool has of the ancestor (system prompt and
+tools, word for word), and is shorter than what it replaces: the pools that go, or the conversations that move.
+
+One write to the journal then makes it the old pool's successor, with its pin, policy and name, and takes the old one
+off with everything below it. Before that write nothing has changed, whatever fails or dies; after it all of it has, and
+memory follows in a single step.
 """
 
 import asyncio
@@ -12,15 +15,24 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+from polykv_proxy.control.compare import MIN_AUTO_TOKENS
 from polykv_proxy.control.orders import Compact, ForkPool
 from polykv_proxy.control.policies import Policies
 from polykv_proxy.control.pools import PoolWork
 from polykv_proxy.control.retention import Retention
-from polykv_proxy.errors import JournalFailed, PoolInUse, PoolNotFound, RequestError, SessionNotFound
+from polykv_proxy.errors import (
+    JournalFailed,
+    PoolInUse,
+    PoolNotFound,
+    PrefixMismatch,
+    RequestError,
+    SessionNotFound,
+)
 from polykv_proxy.ids import PoolId, SessionId
 from polykv_proxy.sessions import Session, SessionBook
 from polykv_proxy.store import Journal
 from polykv_proxy.tree.pool import Pool
+from polykv_proxy.tree.prefix import Tokens
 from polykv_proxy.tree.tree import PoolTree
 
 log = logging.getLogger("polykv.pools")
@@ -47,7 +59,8 @@ class Compaction:
     async def compact(self, pool_id: PoolId, order: Compact) -> dict[str, Any]:
         """Make the new pool, move to it, release the old ones.
 
-        Raises:  RequestError (400) when the ancestor would go with the old pool, SessionNotFound, PoolNotFound (404),
+        Raises:  RequestError (400) when the ancestor would go with the old pool, or the new one is no shorter,
+                 PrefixMismatch (409) when it does not begin with the ancestor, SessionNotFound, PoolNotFound (404),
                  PoolInUse (409) when a fork below the old pool is being made, and as ``PoolWork.fork``. Then nothing
                  has changed.
         """
@@ -68,7 +81,14 @@ class Compaction:
             async with self._turn:  # of two that replace the same pool, the second one finds it gone
                 done.update(await self._take_over(old, new, order))
 
-        made = await self._pools.fork(ancestor.pool_id, ForkPool(source=order.source, name=order.name), keep)
+        def check(tokens: Tokens) -> None:
+            self._require_still(old)
+            self._require_still(ancestor)
+            self._require_ancestor(tokens, ancestor, old)
+            self._require_shorter(tokens, ancestor, old, order)
+
+        fork = ForkPool(source=order.source, name=order.name)
+        made = await self._pools.fork(ancestor.pool_id, fork, keep, check)
         log.info("pool %s took the place of pool %s for %d sessions", made["pool_id"], old.label, len(done["moved"]))
         return made | done
 
@@ -114,6 +134,37 @@ class Compaction:
         """Raises PoolNotFound (404)."""
         if self._tree.find(pool.pool_id) is not pool:
             raise PoolNotFound(f"pool {pool.label} was released meanwhile")
+
+    def _require_ancestor(self, tokens: Tokens, ancestor: Pool, old: Pool) -> None:
+        """It begins with what the old pool has of its ancestor, or with all of a pool of another family.
+
+        Not to the last token: of a plain text it may be joined with the next one. Raises PrefixMismatch (409).
+        """
+        n_must, n_same = ancestor.prefix_len, self._tree.lcp(ancestor.pool_id, tokens)
+        if ancestor is old or ancestor in self._tree.ancestors(old.pool_id):
+            n_must = self._tree.lcp(ancestor.pool_id, self._tree.tokens(old.pool_id))
+        if n_same < n_must - min(MIN_AUTO_TOKENS, n_must // 2):
+            raise PrefixMismatch(
+                f"the new prompt has only its first {n_same} tokens in common with pool {ancestor.label}, and {n_must} "
+                f"of that pool are to stay: begin it with the same system prompt and tools, word for word, or name an "
+                "ancestor that it begins with",
+                divergence_pos=n_same,
+            )
+
+    def _require_shorter(self, tokens: Tokens, ancestor: Pool, old: Pool, order: Compact) -> None:
+        """Than the longest pool that goes, or the longest conversation that moves. Raises RequestError (400)."""
+        gone = [*self._tree.subtree(old.pool_id)] if order.release_old else [old]
+        said = [session.ctx_used for session in self._who_moves(gone, order.sessions)]
+        n_pools, n_said = max(pool.prefix_len for pool in gone), max((n or 0 for n in said), default=0)
+        if None in said or len(tokens) < max(n_pools, n_said):
+            return  # how long a conversation is may not be known yet
+        raise RequestError(
+            f"the new prompt has {len(tokens)} tokens, no fewer than what it is to replace: pool {old.label} "
+            f"{'and what is below it have' if len(gone) > 1 else 'has'} {n_pools}, the longest conversation that moves "
+            f"{n_said}. Put it shorter; or, if it is no compaction, fork pool {ancestor.label} and release pool "
+            f"{old.label} yourself",
+            param=order.source.kind,
+        )
 
     def _check_pin(self, pinned: Sequence[Pool], new: Pool) -> None:
         """Whether the pins of what goes may be one on what takes its place. Raises PinBudget (409)."""

@@ -39,6 +39,7 @@ from polykv_proxy.upstream import EngineClient, Materialized
 log = logging.getLogger("polykv.pools")
 
 Keep = Callable[[Pool], Awaitable[None]]
+Check = Callable[[Tokens], None]
 
 
 class PoolWork:
@@ -84,8 +85,12 @@ class PoolWork:
             made, _ = await self._residency.materialize(tokens, None, 0, plan.pool_id)
         return await self._commit(plan, made, order, None, began_s, model=model)
 
-    async def fork(self, ref: int | str, order: ForkPool, keep: Keep | None = None) -> dict[str, Any]:
-        """``keep``: writes the pool down in another way than alone; what it raises takes the pool off again."""
+    async def fork(
+        self, ref: int | str, order: ForkPool, keep: Keep | None = None, check: Check | None = None
+    ) -> dict[str, Any]:
+        """``keep``: writes the pool down in another way than alone; what it raises takes the pool off again.
+        ``check``: raises unless this full prefix, which the caller sent or described, will do.
+        """
         await self._require_sharing()
         model, parent = self._model(), self._tree.get(ref)
         source = order.source
@@ -97,6 +102,8 @@ class PoolWork:
                 plan = self._tree.plan_fork_own(parent.pool_id, own, branch_pos=order.branch_pos, name=order.name)
             else:
                 tokens = self._in_vocabulary(await fetch_tokens(self._engine, source), source)
+                if check is not None:
+                    check(tokens)
                 plan = self._tree.plan_fork(parent.pool_id, tokens, branch_pos=order.branch_pos, name=order.name)
         began_s = self._clock()
         with (

@@ -134,6 +134,9 @@ async def test_a_turn_that_runs_goes_on_and_its_session_stays_moved(engine: Fake
         ("nobody", {}, 404, "pool_not_found"),
         ("work", {"sessions": ["nobody"]}, 404, "session_not_found"),
         ("work", {"tokens": [7, *NEW]}, 409, "prefix_mismatch"),
+        ("work", {"tokens": [*TRUNK[:20], *NEW[60:]]}, 409, "prefix_mismatch"),
+        ("work", {"tokens": [*TRUNK, *[9] * 110]}, 400, "invalid_request"),
+        ("work", {"tokens": [*TRUNK, *[9] * 110], "release_old": False}, 400, "invalid_request"),
         ("work", {"name": "trunk"}, 409, "name_taken"),
         ("work", {"prompt": "two sources"}, 400, "invalid_request"),
         ("work", {"keep": True}, 400, "invalid_request"),
@@ -148,6 +151,65 @@ async def test_what_cannot_be_done_changes_nothing(
     error = await compact(proxy, ref, expect=status, **body)
     assert error["code"] == code
     assert state(await pools(proxy)) == before
+
+
+async def test_who_is_refused_is_told_how_far_it_went_right(engine: FakeEngine, proxy: Proxy) -> None:
+    """Before anything is prefilled for it."""
+    await grown(proxy)
+    n_made = engine.hooks.n_materialized
+    unlike = await compact(proxy, expect=409, tokens=[*TRUNK[:43], *NEW[60:]])
+    assert unlike["divergence_pos"] == 43
+    assert "first 43 tokens in common with pool trunk, and 60 of that pool are to stay" in unlike["message"]
+    longer = await compact(proxy, expect=400, tokens=[*TRUNK, *[9] * 110])
+    assert longer["param"] == "tokens"
+    assert (
+        "has 170 tokens, no fewer than what it is to replace: pool work and what is below it have 170"
+        in (longer["message"])
+    )
+    assert engine.hooks.n_materialized == n_made
+
+
+async def test_the_last_tokens_of_the_ancestor_may_be_joined_with_what_follows(proxy: Proxy) -> None:
+    await grown(proxy)
+    assert (await compact(proxy, tokens=[*TRUNK[:44], *NEW[60:]]))["branch_pos"] == 44
+
+
+async def test_only_what_the_old_pool_has_of_its_ancestor_must_stay(proxy: Proxy) -> None:
+    await grown(proxy)
+    await made(proxy, "/polykv/pools/work/fork", tokens=[*OLD[:100], *[8] * 60], name="branch")
+    answer = await compact(proxy, "branch", ancestor="work", tokens=[*OLD[:100], 7])
+    assert (answer["branch_pos"], answer["released"]) == (100, [4])
+
+
+async def test_it_may_go_on_from_another_family(proxy: Proxy) -> None:
+    """New tools, say. Then it must begin with all of that pool."""
+    await grown(proxy)
+    other = list(range(30, 80))
+    await made(proxy, tokens=other, name="other")
+    assert (await compact(proxy, expect=409, ancestor="other"))["divergence_pos"] == 0
+    assert (await compact(proxy, ancestor="other", tokens=[*other, 5]))["parent"] == 4
+
+
+async def test_what_is_shorter_than_a_conversation_may_be_longer_than_its_pool(proxy: Proxy) -> None:
+    """What is put shorter is what was said beyond the pool."""
+    await grown(proxy)
+    await ask(proxy, [*OLD, *[7] * 100], session_id="a", pool_id="work")
+    long = [*TRUNK, *[9] * 150]
+    assert 170 < len(long) < (await proxy.client.get("/polykv/sessions/a")).json()["ctx_used"]
+    assert (await compact(proxy, tokens=long))["prefix_len"] == 210
+    assert (await compact(proxy, expect=400, tokens=[*long, *[9] * 100]))["code"] == "invalid_request"
+
+
+async def test_a_conversation_of_unknown_length_may_be_longer(engine: FakeEngine, proxy: Proxy) -> None:
+    await grown(proxy)
+    held = Hold()
+    engine.on("/completion", "prefill", held)
+    body = {"prompt": [*OLD, *[7] * 100], "n_predict": 2, "session_id": "a", "pool_id": "work"}
+    running = asyncio.create_task(proxy.client.post("/completion", json=body))
+    await held.reached()
+    assert (await compact(proxy, tokens=[*TRUNK, *[9] * 150]))["prefix_len"] == 210
+    held.release()
+    assert (await running).status_code == 200
 
 
 async def test_an_engine_that_fails_leaves_everything_as_it_was(engine: FakeEngine, proxy: Proxy) -> None:
