@@ -44,6 +44,18 @@ def test_a_second_turn(claude: anthropic.Anthropic, told: Told) -> None:
     told.of(reply.model_extra)
 
 
+def test_a_prompt_in_marked_blocks(claude: anthropic.Anthropic, told: Told) -> None:
+    """As agents write it: every long part in a block, marked for a cache."""
+    mark = {"type": "ephemeral"}
+    blocks: Any = {
+        "system": [{"type": "text", "text": SYSTEM, "cache_control": mark}],
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "And shelf 9?", "cache_control": mark}]}],
+    }
+    reply = claude.messages.create(**ASKED | blocks, max_tokens=6)
+    assert text_of(reply)
+    told.of(reply.model_extra)
+
+
 def test_raw_events(claude: anthropic.Anthropic) -> None:
     kinds = [event.type for event in claude.messages.create(**ASKED, max_tokens=6, stream=True)]
     assert kinds[0] == "message_start"
@@ -58,6 +70,14 @@ def test_the_clients_streaming_helper(claude: anthropic.Anthropic) -> None:
     assert said == text_of(final)
     assert said
     assert final.usage.output_tokens <= 8
+
+
+def test_a_stream_that_is_left(claude: anthropic.Anthropic, told: Told) -> None:
+    with claude.messages.stream(**ASKED, max_tokens=400) as stream:
+        next(iter(stream.text_stream))
+    reply = claude.messages.create(**ASKED, max_tokens=2)
+    assert reply.usage.output_tokens <= 2
+    told.of(reply.model_extra)
 
 
 def test_stop_sequences(claude: anthropic.Anthropic) -> None:
@@ -77,8 +97,15 @@ def test_a_tool_call(claude: anthropic.Anthropic, told: Told) -> None:
 def test_a_tool_call_streamed(claude: anthropic.Anthropic) -> None:
     with claude.messages.stream(**CALLED, max_tokens=60, tools=[ANTHROPIC_TOOL], tool_choice={"type": "any"}) as stream:
         final = stream.get_final_message()
+    assert final.stop_reason == "tool_use"
     (call,) = [block for block in final.content if block.type == "tool_use"]
-    assert call.input == {"city": "Paris", "unit": "c"}
+    assert (call.name, call.input) == ("get_weather", {"city": "Paris", "unit": "c"})
+
+
+def test_a_tool_by_name(claude: anthropic.Anthropic) -> None:
+    choice: Any = {"type": "tool", "name": "get_weather"}
+    reply = claude.messages.create(**CALLED, max_tokens=60, tools=[ANTHROPIC_TOOL], tool_choice=choice)
+    assert reply.content
 
 
 def test_the_answer_of_a_tool(claude: anthropic.Anthropic) -> None:
@@ -102,6 +129,13 @@ def test_count_tokens(claude: anthropic.Anthropic) -> None:
     assert 0 < few.input_tokens < many.input_tokens
 
 
+def test_count_tokens_is_what_the_reply_counts(claude: anthropic.Anthropic) -> None:
+    asked: Any = {name: ASKED[name] for name in ("model", "system", "messages")} | {"tools": [ANTHROPIC_TOOL]}
+    counted = claude.messages.count_tokens(**asked)
+    usage = claude.messages.create(**asked, max_tokens=2).usage
+    assert counted.input_tokens == usage.input_tokens + (usage.cache_read_input_tokens or 0)
+
+
 def test_models(claude: anthropic.Anthropic) -> None:
     assert [model.id for model in claude.models.list().data] == ["smol"]
 
@@ -109,7 +143,20 @@ def test_models(claude: anthropic.Anthropic) -> None:
 def test_what_is_wrong_is_a_bad_request(claude: anthropic.Anthropic) -> None:
     with pytest.raises(anthropic.BadRequestError) as caught:
         claude.messages.create(**ASKED | {"messages": [{"role": "user", "content": 7}]}, max_tokens=2)
-    assert isinstance(caught.value.body, dict)
+    body: Any = caught.value.body
+    assert body["error"]["type"] == "invalid_request_error"
+    assert body["error"]["message"]
+
+
+def test_a_stream_of_what_is_wrong_is_a_bad_request(claude: anthropic.Anthropic) -> None:
+    wrong: Any = ASKED | {"messages": [{"role": "user", "content": 7}]}
+    with pytest.raises(anthropic.BadRequestError), claude.messages.stream(**wrong, max_tokens=2) as stream:
+        stream.get_final_message()
+
+
+def test_an_unknown_path(claude: anthropic.Anthropic) -> None:
+    with pytest.raises(anthropic.NotFoundError):
+        claude.post("/no/such/thing", cast_to=object, body={})
 
 
 def test_too_long_for_the_context(claude: anthropic.Anthropic) -> None:
@@ -135,3 +182,10 @@ async def test_streams_at_once(aclaude: anthropic.AsyncAnthropic) -> None:
             return text_of(await stream.get_final_message())
 
     assert all(await asyncio.gather(*(ask(n) for n in range(1, 5))))
+
+
+async def test_a_tool_call_of_the_asynchronous_client(aclaude: anthropic.AsyncAnthropic, told: Told) -> None:
+    reply = await aclaude.messages.create(**CALLED, max_tokens=60, tools=[ANTHROPIC_TOOL], tool_choice={"type": "any"})
+    (call,) = [block for block in reply.content if block.type == "tool_use"]
+    assert call.input == {"city": "Paris", "unit": "c"}
+    told.of(reply.model_extra, "tools")

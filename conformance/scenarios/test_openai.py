@@ -203,6 +203,27 @@ def test_a_json_object(client: openai.OpenAI) -> None:
         assert isinstance(json.loads(content), dict)
 
 
+def test_a_schema(client: openai.OpenAI, told: Told) -> None:
+    days = ["Monday", "Friday"]
+    schema: Any = {
+        "type": "object",
+        "properties": {"day": {"type": "string", "enum": days}, "open": {"type": "boolean"}},
+        "required": ["day", "open"],
+        "additionalProperties": False,
+    }
+    reply = client.chat.completions.create(
+        **GREEDY,
+        messages=chat("Is shelf 2 open?"),
+        max_tokens=60,
+        response_format={"type": "json_schema", "json_schema": {"name": "opening", "strict": True, "schema": schema}},
+    )
+    said = json.loads(reply.choices[0].message.content or "")
+    assert said.keys() == {"day", "open"}
+    assert said["day"] in days
+    assert isinstance(said["open"], bool)
+    told.of(reply.model_extra)
+
+
 def test_a_parsed_answer(client: openai.OpenAI, told: Told) -> None:
     reply = client.chat.completions.parse(
         **GREEDY, messages=chat("Shelf 3 as JSON."), max_tokens=120, response_format=Shelf
@@ -257,6 +278,34 @@ def test_responses_streamed(client: openai.OpenAI, told: Told) -> None:
     said = "".join(event.delta for event in events if event.type == "response.output_text.delta")
     assert said == last.response.output_text
     told.of(last.response.model_extra)
+
+
+def test_a_tool_call_of_responses(client: openai.OpenAI, told: Told) -> None:
+    tool: Any = {"type": "function", **TOOL["function"], "strict": False}
+    reply = client.responses.create(
+        **GREEDY,
+        instructions=SYSTEM,
+        input=call_for("Oslo"),
+        tools=[tool],
+        tool_choice="required",
+        max_output_tokens=60,
+    )
+    (call,) = [item for item in reply.output if item.type == "function_call"]
+    assert call.name == "get_weather"
+    assert json.loads(call.arguments) == {"city": "Oslo", "unit": "c"}
+    told.of(reply.model_extra, "tools")
+
+
+def test_the_answer_of_a_tool_to_responses(client: openai.OpenAI, told: Told) -> None:
+    tool: Any = {"type": "function", **TOOL["function"], "strict": False}
+    said: Any = [
+        {"role": "user", "content": "The weather in Rome?"},
+        {"type": "function_call", "call_id": "c1", "name": "get_weather", "arguments": '{"city": "Rome"}'},
+        {"type": "function_call_output", "call_id": "c1", "output": "22 degrees"},
+    ]
+    reply = client.responses.create(**GREEDY, instructions=SYSTEM, input=said, tools=[tool], max_output_tokens=8)
+    assert reply.output_text
+    told.of(reply.model_extra, "tools")
 
 
 def test_the_clients_helper_for_responses(client: openai.OpenAI) -> None:

@@ -4,6 +4,8 @@ import asyncio
 from typing import Any
 
 import openai
+import pydantic
+import pytest
 
 from conformance.scenarios.conftest import SYSTEM, TOOL, Told, call_for, chat
 
@@ -65,3 +67,35 @@ async def test_the_clients_streaming_helper_with_tools(aclient: openai.AsyncOpen
 async def test_responses(aclient: openai.AsyncOpenAI, told: Told) -> None:
     reply = await aclient.responses.create(**GREEDY, instructions=SYSTEM, input="Hello.", max_output_tokens=4)
     told.of(reply.model_extra)
+
+
+async def test_responses_streamed(aclient: openai.AsyncOpenAI, told: Told) -> None:
+    stream = await aclient.responses.create(
+        **GREEDY, instructions=SYSTEM, input="Hello.", max_output_tokens=6, stream=True
+    )
+    events = [event async for event in stream]
+    last = events[-1]
+    assert last.type == "response.completed"
+    said = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    assert said == last.response.output_text
+    told.of(last.response.model_extra)
+
+
+async def test_a_parsed_answer(aclient: openai.AsyncOpenAI, told: Told) -> None:
+    class Shelf(pydantic.BaseModel):
+        number: int
+        topic: str
+
+    reply = await aclient.chat.completions.parse(
+        **GREEDY, messages=chat("Shelf 6 as JSON."), max_tokens=120, response_format=Shelf
+    )
+    assert isinstance(reply.choices[0].message.parsed, Shelf)
+    told.of(reply.model_extra)
+
+
+async def test_what_is_wrong_is_a_bad_request(aclient: openai.AsyncOpenAI) -> None:
+    wrong: Any = [{"role": "user", "content": 7}]
+    for stream in (False, True):
+        with pytest.raises(openai.BadRequestError) as caught:
+            await aclient.chat.completions.create(**GREEDY, messages=wrong, stream=stream)
+        assert caught.value.type == "invalid_request_error"

@@ -6,7 +6,7 @@ comes beside the one session that it guarantees is one too many.
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import anthropic
@@ -86,6 +86,11 @@ def ask(client: openai.OpenAI, new: dict[str, str]) -> Any:
     return client.chat.completions.create(model="smol", messages=chat(), max_tokens=2, extra_body=new)
 
 
+def anthropic_asked(new: dict[str, str]) -> Any:
+    said = {"system": SYSTEM, "messages": [{"role": "user", "content": "Hello."}]}
+    return {"model": "smol", "max_tokens": 2, "extra_body": new, **said}
+
+
 def test_openai_tries_three_times_and_waits_as_asked(busy: None, new: dict[str, str]) -> None:
     tries = Tries()
     with (
@@ -135,6 +140,36 @@ def test_openai_without_retries_fails_at_once(busy: None, new: dict[str, str]) -
     assert len(tries.sent) == 1
 
 
+async def test_openai_asynchronous_tries_three_times_and_waits_as_asked(busy: None, new: dict[str, str]) -> None:
+    tries = Tries()
+    hooks = {name: [_asynchronous(hook) for hook in hooks] for name, hooks in tries.hooks().items()}
+    async with openai.AsyncOpenAI(
+        base_url=f"{URL}/v1", api_key="sk-none", http_client=openai.DefaultAsyncHttpxClient(event_hooks=hooks)
+    ) as client:
+        with pytest.raises(openai.RateLimitError) as caught:
+            await client.chat.completions.create(model="smol", messages=chat(), max_tokens=2, extra_body=new)
+    assert [status for status, _ in tries.answered] == [429] * 3
+    tries.assert_waited()
+    assert caught.value.code == "pool_saturated"
+
+
+def _asynchronous(hook: Callable[[Any], None]) -> Callable[[Any], Awaitable[None]]:
+    async def call(about: Any) -> None:
+        hook(about)
+
+    return call
+
+
+def test_openai_streams_are_refused_before_they_begin(busy: None, new: dict[str, str]) -> None:
+    with openai.OpenAI(base_url=f"{URL}/v1", api_key="sk-none", max_retries=0) as client:
+        with pytest.raises(openai.RateLimitError) as caught:
+            client.chat.completions.create(model="smol", messages=chat(), max_tokens=2, extra_body=new, stream=True)
+        assert caught.value.code == "pool_saturated"
+        with pytest.raises(openai.RateLimitError) as caught:
+            client.responses.create(model="smol", instructions=SYSTEM, input="Hello.", extra_body=new, stream=True)
+        assert caught.value.code == "pool_saturated"
+
+
 def test_anthropic_tries_three_times_and_waits_as_asked(busy: None, new: dict[str, str]) -> None:
     tries = Tries()
     with (
@@ -143,18 +178,36 @@ def test_anthropic_tries_three_times_and_waits_as_asked(busy: None, new: dict[st
         ) as client,
         pytest.raises(anthropic.RateLimitError) as caught,
     ):
-        client.messages.create(
-            model="smol",
-            system=SYSTEM,
-            messages=[{"role": "user", "content": "Hello."}],
-            max_tokens=2,
-            extra_body=new,
-        )
+        client.messages.create(**anthropic_asked(new))
     assert [status for status, _ in tries.answered] == [429] * 3
     tries.assert_waited()
     body: Any = caught.value.body
     assert body["type"] == "error"
     assert (body["error"]["type"], body["error"]["code"]) == ("rate_limit_error", "pool_saturated")
+
+
+def test_anthropic_streams_are_refused_before_they_begin(busy: None, new: dict[str, str]) -> None:
+    with (
+        anthropic.Anthropic(base_url=URL, api_key="sk-none", max_retries=0) as client,
+        pytest.raises(anthropic.RateLimitError) as caught,
+        client.messages.stream(**anthropic_asked(new)) as stream,
+    ):
+        stream.get_final_message()
+    body: Any = caught.value.body
+    assert body["error"]["code"] == "pool_saturated"
+
+
+def test_anthropic_is_served_when_there_is_room(busy: None, new: dict[str, str], http: httpx.Client) -> None:
+    tries = Tries()
+    hooks = tries.hooks()
+    hooks["response"].append(lambda answer: http.delete("/polykv/pools/house/admission"))
+    with anthropic.Anthropic(
+        base_url=URL, api_key="sk-none", http_client=anthropic.DefaultHttpxClient(event_hooks=hooks)
+    ) as client:
+        reply = client.messages.create(**anthropic_asked(new))
+    assert reply.content
+    assert [status for status, _ in tries.answered] == [429, 200]
+    tries.assert_waited()
 
 
 def test_a_conflict_on_the_control_plane_is_not_repeated() -> None:
