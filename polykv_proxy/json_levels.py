@@ -4,8 +4,16 @@ from typing import Any
 
 import orjson
 
+from polykv_proxy.errors import RequestError
+
 MAX_LEVELS = 250
 """Schemas of tools have a dozen."""
+
+TOO_DEEP = f"the body has more than {MAX_LEVELS} levels: fields of the proxy cannot be taken out"
+
+
+class TooDeep(RequestError):
+    """Of a body that says something to the proxy, and cannot be rewritten."""
 
 
 def is_too_deep(raw: bytes, body: Any) -> bool:

@@ -42,6 +42,11 @@ _UNREADABLE: dict[type[Exception], str] = {
 }
 
 
+_NO_REQUEST = (
+    "this is no request of HTTP/1.1 that can be read in one way only: it may be another protocol (https?), lack its "
+    "Host, have two Content-Lengths or one beside Transfer-Encoding, or a blank or control character in a header"
+)
+
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 ShortWay = Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]
 """Serves a request, or hands it on to the application's router."""
@@ -150,7 +155,7 @@ class Connection(PatientHandler):
                     "128 headers"
                 )
             return RequestError(
-                next((said for kind, said in _UNREADABLE.items() if isinstance(exc, kind)), "this is not HTTP/1.1")
+                next((said for kind, said in _UNREADABLE.items() if isinstance(exc, kind)), _NO_REQUEST)
             )
         if isinstance(exc, PolyKVError):
             return exc  # logged where it was raised

@@ -14,7 +14,8 @@ from typing import Any
 import orjson
 
 from polykv_proxy.conversation import Conversation
-from polykv_proxy.errors import InvalidJson
+from polykv_proxy.json_faults import invalid_json, is_only_too_deep
+from polykv_proxy.json_levels import TOO_DEEP, TooDeep
 from polykv_proxy.relay.fields import BODY_FIELDS, Fields, read_fields
 
 
@@ -84,7 +85,10 @@ def may_carry_fields(raw: bytes) -> bool:
 
 
 def parse_json(raw: bytes) -> Any:
-    """What llama-server reads in a body: a byte order mark in front is nothing, and neither are NULs at the end."""
+    """What llama-server reads in a body: a byte order mark in front is nothing, and neither are NULs at the end.
+
+    Raises:  InvalidJson (400); TooDeep (400), of which nothing is known but that llama-server may read it
+    """
     try:
         return orjson.loads(raw)
     except orjson.JSONDecodeError as e:
@@ -92,7 +96,7 @@ def parse_json(raw: bytes) -> Any:
         if len(bare) < len(raw):
             with suppress(orjson.JSONDecodeError):
                 return orjson.loads(bare)
-        raise InvalidJson(f"the body is not valid JSON: {e.msg}", position=e.pos, line=e.lineno, column=e.colno) from e
+        raise (TooDeep(TOO_DEEP) if is_only_too_deep(e) else invalid_json(raw, e)) from e
 
 
 def read_call(

@@ -105,7 +105,9 @@ async def read_body(request: web.Request, limit: int, on_piece: Callable[[int], 
     """
     length = request.content_length
     if length is not None and length > limit:
-        raise BodyTooLarge(f"the body has {length} bytes; at most {limit} are read here", limit=limit)
+        raise BodyTooLarge(
+            f"the body has {length} bytes; at most {limit} are read here (POLYKV_MAX_BODY_BYTES)", limit=limit
+        )
     if length is not None and request.content.is_eof():
         on_piece(length)
         return request.content.read_nowait()
@@ -115,7 +117,9 @@ async def read_body(request: web.Request, limit: int, on_piece: Callable[[int], 
         n += len(piece)
         on_piece(len(piece))
         if n > limit:
-            raise BodyTooLarge(f"the body has more than {limit} bytes", limit=limit)
+            raise BodyTooLarge(
+                f"the body has more than the {limit} bytes that are read here (POLYKV_MAX_BODY_BYTES)", limit=limit
+            )
         pieces.append(piece)
     return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 

@@ -24,7 +24,7 @@ from polykv_proxy.errors import (
     UpstreamError,
 )
 from polykv_proxy.ids import SlotId
-from polykv_proxy.json_levels import MAX_LEVELS, is_too_deep
+from polykv_proxy.json_levels import TOO_DEEP, TooDeep, is_too_deep
 from polykv_proxy.relay.backlog import Backlog, Place
 from polykv_proxy.relay.cors import Cors
 from polykv_proxy.relay.costs import Costs
@@ -230,8 +230,8 @@ class Relay:
             return None
         try:
             body = parse_json(raw)
-        except InvalidJson:
-            if plain and not by_header and not may_carry_fields(raw):
+        except (InvalidJson, TooDeep) as e:
+            if (plain or isinstance(e, TooDeep)) and not by_header and not may_carry_fields(raw):
                 return None  # the engine's own words, as if nobody had looked
             raise
         if not isinstance(body, dict):
@@ -239,7 +239,7 @@ class Relay:
         if is_too_deep(raw, body):
             if body.keys().isdisjoint(BODY_FIELDS):
                 return None
-            raise RequestError(f"the body has more than {MAX_LEVELS} levels: fields of the proxy cannot be taken out")
+            raise TooDeep(TOO_DEEP)
         if not body.keys().isdisjoint(BODY_FIELDS):
             say_if_refused(request, unread_headers(session_in(body, request.headers)))
         call = read_call(

@@ -22,6 +22,7 @@ from polykv_proxy.control import Source
 from polykv_proxy.errors import ContextLengthExceeded, InvalidJson, RequestError
 from polykv_proxy.gate.policy import CHOICES, INTEGERS, MAX_TPS, Policy, parse_policy
 from polykv_proxy.ids import SessionId
+from polykv_proxy.json_faults import invalid_json, is_only_too_deep
 from polykv_proxy.json_levels import MAX_LEVELS, is_too_deep
 from polykv_proxy.tree.pool import NAME_MAX
 from polykv_proxy.tree.prefix import TOKEN_MAX
@@ -187,12 +188,9 @@ async def read_body(request: web.Request, model: type[Read], n_ctx: int | None) 
     try:
         parsed = orjson.loads(raw)
     except orjson.JSONDecodeError as e:
-        raise InvalidJson(
-            f"the body is not valid JSON: {e.msg} at line {e.lineno} column {e.colno}",
-            position=e.pos,
-            line=e.lineno,
-            column=e.colno,
-        ) from e
+        if is_only_too_deep(e):
+            raise RequestError(f"the body has more than {MAX_LEVELS} levels") from e
+        raise invalid_json(raw, e) from e
     if not isinstance(parsed, dict):
         raise RequestError("the body must be a JSON object")
     if is_too_deep(raw, parsed):

@@ -31,6 +31,7 @@ _PAGE = re.compile(
     r"|(favicon|apple-touch-icon|apple-splash|pwa|maskable-icon)[\w-]*\.(ico|svg|png))?",
     re.ASCII,
 )
+_HELP = "set POLYKV_ADMIN_KEY and send it"
 _FORWARDED = ("Forwarded", "X-Forwarded-For", "X-Forwarded-Host", "X-Real-IP", "Via")
 
 
@@ -85,14 +86,14 @@ class Guard:
             raise Forbidden("without a key the control plane does not answer forwarded requests: set POLYKV_ADMIN_KEY")
         hosts = request.headers.getall("Host", [])
         if len(hosts) > 1 or (hosts and not _names_this_machine("http://" + hosts[0])):
-            raise Forbidden("foreign Host")
+            raise Forbidden(f"without a key the control plane answers only to a Host of this machine: {_HELP}")
         if not request.raw_path.startswith("/") and not _names_this_machine(_origin_of(request.raw_path)):
-            raise Forbidden("foreign Host in the request target")
+            raise Forbidden(f"without a key the control plane answers only to targets of this machine: {_HELP}")
         origins = request.headers.getall("Origin", [])
         if any(not _names_this_machine(origin) for origin in origins):
-            raise Forbidden("foreign Origin")
+            raise Forbidden(f"without a key the control plane answers no page of another machine: {_HELP}")
         if request.headers.get("Sec-Fetch-Site", "none").lower() not in ("none", "same-origin", "same-site"):
-            raise Forbidden("a request of a foreign page")
+            raise Forbidden(f"without a key the control plane answers no request of a foreign page: {_HELP}")
 
 
 def _is_public(path: str) -> bool:

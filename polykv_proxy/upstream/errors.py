@@ -13,6 +13,7 @@ import aiohttp
 from polykv_proxy.errors import (
     ConnectFailed,
     ContextLengthExceeded,
+    EngineKeyRefused,
     EngineOwned,
     EngineRefused,
     EngineUnpatched,
@@ -42,7 +43,7 @@ _TABLE: tuple[tuple[type[BaseException], type[UpstreamError], str], ...] = (
     (aiohttp.ClientConnectorError, ConnectFailed, "cannot connect to the engine"),
     (aiohttp.ServerFingerprintMismatch, UpstreamError, "the engine shows another certificate"),
     (aiohttp.ClientConnectionError, UpstreamUnavailable, "the engine closed the connection"),
-    (aiohttp.ClientPayloadError, UpstreamUnavailable, "the engine's reply broke off"),
+    (aiohttp.ClientPayloadError, UpstreamUnavailable, "the engine's reply broke off before its end; ask again"),
     (aiohttp.ClientResponseError, UpstreamError, "the engine's reply is not HTTP that can be read"),
     (aiohttp.InvalidURL, UpstreamError, "the engine's address is not a URL"),
     (aiohttp.ClientError, UpstreamError, "the engine's reply cannot be used"),
@@ -58,7 +59,8 @@ def map_client_error(exc: BaseException, what: str) -> UpstreamError:
     """Turn an exception of aiohttp or the socket into ours. ``what``: the request, for the message."""
     for foreign, ours, said in _TABLE:
         if isinstance(exc, foreign):
-            return ours(f"{what}: {said} ({_in_short(exc)})")
+            why = "" if foreign is aiohttp.ClientPayloadError else f" ({_in_short(exc)})"
+            return ours(f"{what}: {said}{why}")
     return UpstreamError(f"{what}: {type(exc).__name__}: {exc}")
 
 
@@ -77,8 +79,13 @@ SAVING = ("save", "write", "load", "forget", "clear")
 _BUILD = "build it with `polykvctl engine build`"
 
 
-def map_hook_answer(status: int, body: Any, op: str) -> PolyKVError:
-    """Turn an error answer of a hook into ours. ``op``: the hook's name."""
+def map_hook_answer(
+    status: int, body: Any, op: str, *, has_key: bool = False, n_ctx_train: int | None = None
+) -> PolyKVError:
+    """Turn an error answer of a hook into ours.
+
+    ``op``: the hook's name. ``has_key``: it was shown a key. ``n_ctx_train``: tokens of its model's own context.
+    """
     error = body.get("error") if isinstance(body, dict) else None
     error = error if isinstance(error, dict) else {}
     ours = error.get("type") == "polykv_error"
@@ -91,12 +98,12 @@ def map_hook_answer(status: int, body: Any, op: str) -> PolyKVError:
             "build` and start it (`polykvctl engine path`) with --polykv-max-pools N, or both with `polykvctl up`"
         )
     if status in (401, 403):
-        return UpstreamError(f"the engine refuses the key of POLYKV_UPSTREAM_API_KEY ({op}: {message})")
+        return EngineKeyRefused(missing=not has_key)
     if status == 503 and not ours:
         return UpstreamLoading(f"the engine is not ready: {message}")
     n_tokens, n_ctx = error.get("n_tokens"), error.get("n_ctx")
     if status == 400 and ours and isinstance(n_tokens, int) and isinstance(n_ctx, int):
-        return ContextLengthExceeded(n_prompt_tokens=n_tokens, n_ctx=n_ctx)
+        return ContextLengthExceeded(n_prompt_tokens=n_tokens, n_ctx=n_ctx, n_ctx_train=n_ctx_train)
     if (status == 400 and ours) or (op == "render" and status in (400, 500)):
         # A template that refuses its messages throws, which llama-server answers with 500.
         return RequestError(message)

@@ -115,7 +115,7 @@ async def test_connections_are_used_again_unless_the_reply_came_in_chunks():
         (
             b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\nX: hang up\r\n\r\nhalf",
             errors.UpstreamUnavailable,
-            "the engine's reply broke off (ClientPayloadError)",
+            "the engine's reply broke off before its end; ask again",
         ),
     ],
 )

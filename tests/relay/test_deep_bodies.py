@@ -29,7 +29,7 @@ def body(path: str, where: str, n: int, **fields: Any) -> bytes:
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("n_levels", [MAX_LEVELS - 1, MAX_LEVELS, 900])
+@pytest.mark.parametrize("n_levels", [MAX_LEVELS - 1, MAX_LEVELS, 900, 2000])
 @pytest.mark.parametrize("where", ["tools", "metadata", "chat_template_kwargs"])
 async def test_they_are_relayed_as_they_are(
     engine: FakeEngine, proxy: Proxy, path: str, n_levels: int, where: str
@@ -45,9 +45,10 @@ async def test_they_are_relayed_as_they_are(
         assert [received.body for received in engine.requests(path)] == [raw] * 4
 
 
-async def test_fields_of_ours_cannot_be_taken_out_of_them(engine: FakeEngine, proxy: Proxy) -> None:
+@pytest.mark.parametrize("n_levels", [300, 2000])
+async def test_fields_of_ours_cannot_be_taken_out_of_them(engine: FakeEngine, proxy: Proxy, n_levels: int) -> None:
     path = "/v1/chat/completions"
-    answer = await proxy.client.post(path, content=body(path, "metadata", 300, session_id="s"))
+    answer = await proxy.client.post(path, content=body(path, "metadata", n_levels, session_id="s"))
     assert answer.status_code == 400
     assert answer.json()["error"]["message"] == (
         "the body has more than 250 levels: fields of the proxy cannot be taken out"
@@ -55,10 +56,11 @@ async def test_fields_of_ours_cannot_be_taken_out_of_them(engine: FakeEngine, pr
     assert not engine.requests(path)
 
 
+@pytest.mark.parametrize("n_levels", [300, 2000])
 @pytest.mark.parametrize("path", ["/polykv/pools", "/polykv/match"])
-async def test_the_control_plane_refuses_them(proxy: Proxy, path: str) -> None:
+async def test_the_control_plane_refuses_them(proxy: Proxy, path: str, n_levels: int) -> None:
     raw = json.dumps({"messages": [{"role": "user", "content": "x"}], "tools": "DEEP"}).encode()
-    answer = await proxy.client.post(path, content=raw.replace(b'"DEEP"', deep(300)))
+    answer = await proxy.client.post(path, content=raw.replace(b'"DEEP"', deep(n_levels)))
     assert answer.status_code == 400
     assert answer.json()["error"]["message"] == "the body has more than 250 levels"
 

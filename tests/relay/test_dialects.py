@@ -180,6 +180,20 @@ def test_bad_json_says_where() -> None:
     assert caught.value.extra == {"position": 15, "line": 2, "column": 7}
 
 
+@pytest.mark.parametrize(
+    ("raw", "place"),
+    [
+        (b'{"a":1,\n"b":["\xff"]}', (14, 2, 7)),
+        (b'{"a":"\xc3\xa4\xc3\xa4", "b":"\xed\xa0\x80"}', (16, 1, 17)),
+        (b'{\n"a\xc3', (4, 2, 3)),
+    ],
+)
+def test_and_where_it_is_no_utf_8(raw: bytes, place: tuple[int, int, int]) -> None:
+    with pytest.raises(InvalidJson, match=r"byte 0x.. is not UTF-8 at line") as caught:
+        parse_json(raw)
+    assert tuple(caught.value.extra.values()) == place
+
+
 def test_conversations_of_all_dialects() -> None:
     first = [{"role": "user", "content": "hi"}]
     more = [*first, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "go"}]
