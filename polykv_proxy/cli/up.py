@@ -1,12 +1,10 @@
 """``polykvctl up``: a local engine and the proxy in the foreground, both kept alive, both gone when we go."""
 
-import contextlib
 import json
 import os
 import shutil
 import signal
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,8 +18,6 @@ if TYPE_CHECKING:
 
 # The proxy lets running turns finish for a minute; a second Ctrl-C ends them.
 _DRAIN_S = 65.0
-_LOGS_KEPT_S = 7 * 24 * 3600.0
-_LOGS_OF_ANY_PORT = 5
 
 
 def up(
@@ -55,7 +51,7 @@ def up(
     """Start a local engine and the proxy; Ctrl-C or SIGTERM stops both."""
     # What is wrong is told in this order, before anything is started: usage (status 2), the journal, ports, the engine.
     from polykv_proxy.cli.progress import BuildProgress
-    from polykv_proxy.config import load_settings
+    from polykv_proxy.config import load_settings, unread_variables
     from polykv_proxy.doctor import EngineSizes, check_sizes
     from polykv_proxy.engine.build import ensure_engine
     from polykv_proxy.engine.local import LOOPBACK, EngineOptions, choose_port, engine_command, engine_environment
@@ -82,6 +78,8 @@ def up(
         normalise=normalise,
         admin_key=admin_key,
     )
+    for line in unread_variables(os.environ).values():
+        _say(line)
     _check_journal(asked)
     choose_port(LOOPBACK, wanted=chosen_engine_port, flag="--engine-port")
     settings = asked.model_copy(update={"port": choose_port(*asked.hosts, wanted=asked.port, flag="--port")})
@@ -119,6 +117,7 @@ def up(
 
 
 def _proxy_child(settings: "Settings", config: Path | None) -> "Child":
+    from polykv_proxy.config import unread_variables
     from polykv_proxy.engine.supervisor import Child
 
     command = [sys.executable, "-m", "polykv_proxy.cli", "serve"]
@@ -133,8 +132,10 @@ def _proxy_child(settings: "Settings", config: Path | None) -> "Child":
         ready_url=f"{_proxy_url(settings)}/polykv/health",
         ready_headers={"authorization": f"Bearer {key}"} if key else {},
         log=None,
-        # Keys travel in the environment: command lines can be read by everybody on the machine.
-        environment={"POLYKV_ADMIN_KEY": settings.admin_key.get_secret_value()} if settings.admin_key else {},
+        # Keys travel in the environment: command lines can be read by everybody on the machine. What was told of is
+        # empty there, so that it is not told of twice.
+        environment=dict.fromkeys(unread_variables(os.environ), "")
+        | ({"POLYKV_ADMIN_KEY": settings.admin_key.get_secret_value()} if settings.admin_key else {}),
         orphan_signal=signal.SIGTERM,
         stop_patience_s=_DRAIN_S,
     )
@@ -184,41 +185,31 @@ def _check_journal(settings: "Settings") -> None:
         place.unlock(place.lock(real), real)
     except place.Taken as holder:
         raise EngineProblem(
-            f"the journal {settings.state_path} is in use by {holder}: stop that one, or name another file with --state"
+            f"the journal {settings.state_path} is in use by {holder}: stop that one, or start this one beside it with "
+            f"{'' if settings.state is None else 'another --state, '}another --engine-port and another --port"
         ) from holder
     except place.Unusable:
         return  # the proxy says so, and keeps its pools in memory
 
 
 def _fresh_log(settings: "Settings", engine_port: int, *, is_any: bool) -> Path:
-    """Beside the journal; the last one of this port is kept under ``.1``, old ones of others go after a week.
+    """Beside the journal; the last one of this port is kept under ``.1``. What runs that are over left there goes.
 
-    ``is_any``: nobody chose the port, so no later run writes there: of those logs the last few are kept.
+    ``is_any``: nobody chose the port, so no later run writes there.
     """
     from polykv_proxy.config import MEMORY_STATE
+    from polykv_proxy.engine.leftovers import tidy_logs
     from polykv_proxy.engine.paths import state_dir
+    from polykv_proxy.store import place
 
-    folder = state_dir() if settings.state_path == MEMORY_STATE else Path(settings.state_path).parent
-    if is_any:
-        _tidy_logs(folder, _LOGS_OF_ANY_PORT - 1)
+    ours = state_dir()
+    folder = ours if settings.state_path == MEMORY_STATE else Path(settings.state_path).parent
     log = folder / f"engine-{f'any-{engine_port}' if is_any else engine_port}.log"
     if log.exists():
         os.replace(log, log.with_name(f"{log.name}.1"))
-    for old in folder.glob("engine-*.log*"):
-        with contextlib.suppress(FileNotFoundError):  # another ``up`` may tidy here too
-            if old.stat().st_mtime < time.time() - _LOGS_KEPT_S:
-                old.unlink()
+    tidy_logs(log, is_ours=folder == ours)
+    place.remove_left_locks(ours)
     return log
-
-
-def _tidy_logs(folder: Path, n_kept: int) -> None:
-    """Of the logs of engines on any free port, keep only those that were written to last."""
-    written: list[tuple[float, Path]] = []
-    for log in folder.glob("engine-any-*.log*"):
-        with contextlib.suppress(FileNotFoundError):
-            written.append((log.stat().st_mtime, log))
-    for _, log in sorted(written, reverse=True)[n_kept:]:
-        log.unlink(missing_ok=True)
 
 
 def _proxy_url(settings: "Settings") -> str:

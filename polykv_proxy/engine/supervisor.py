@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from polykv_proxy.engine.files import Say
+from polykv_proxy.engine.leftovers import mark_in_use
 from polykv_proxy.engine.problem import EngineProblem
 
 _TICK_S = 0.1
@@ -56,6 +57,7 @@ class Child:
     started_s: float = 0.0
     n_quick_deaths: int = 0
     start_again_s: float | None = None
+    _log_fd: int | None = None
 
     @property
     def pid(self) -> int:
@@ -65,8 +67,7 @@ class Child:
     def start(self) -> None:
         out, errors = subprocess.DEVNULL, None
         if self.log is not None:
-            self.log.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            out = errors = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            out = errors = self._opened(self.log)
         try:
             self.process = subprocess.Popen(
                 list(self.command),
@@ -80,11 +81,22 @@ class Child:
             )
         except OSError as error:
             raise EngineProblem(f"the {self.name} cannot be started: {error}") from error
-        finally:
-            if self.log is not None:
-                os.close(out)
         self.started_s = time.monotonic()
         self.start_again_s = None
+
+    def _opened(self, log: Path) -> int:
+        """It stays open until the next start, or the end of all: it is in use between two starts as well."""
+        log.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        opened = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        mark_in_use(opened)
+        self.close_log()
+        self._log_fd = opened
+        return opened
+
+    def close_log(self) -> None:
+        if self._log_fd is not None:
+            os.close(self._log_fd)
+            self._log_fd = None
 
     def is_ready(self) -> bool:
         request = urllib.request.Request(self.ready_url, headers=dict(self.ready_headers))
@@ -135,6 +147,7 @@ class Supervisor:
         finally:
             for child in reversed(self._children):
                 self._stop(child)
+                child.close_log()
 
     def _wait_until_ready(self, child: Child) -> None:
         """As long as it lives, it may take its time: a large model loads for minutes."""

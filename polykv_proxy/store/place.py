@@ -7,18 +7,22 @@ never touched: to rename a device as root takes it from everybody.
 
 The lock is a file beside the journal (``<file>.lock``), locked by the kernel: it ends with the process, however that
 ends. It says who has it, for a person. Who has it removes the file when it is done, still locked; who waited for that
-one then finds that it is not the file of that name any more, and begins anew. One that was killed leaves it.
+one then finds that it is not the file of that name any more, and begins anew. One that was killed leaves it, until
+somebody takes it or tidies up.
 """
 
 import contextlib
 import fcntl
 import os
+import re
 import stat
 import time
 from pathlib import Path
 
 LOCK_WAIT_S, LOCK_LOOK_S = 5.0, 0.05
 """A predecessor that was told to stop may need a moment."""
+
+_HOLDER = re.compile(rb"process [0-9]+\n")
 
 COMPANIONS = ("-wal", "-shm", "-journal")
 """Files that SQLite keeps beside a database."""
@@ -106,6 +110,24 @@ def unlock(fd: int, path: Path) -> None:
         if os.path.samestat(os.fstat(fd), name.lstat()):
             name.unlink()
     os.close(fd)
+
+
+def remove_left_locks(folder: Path) -> None:
+    """Remove the locks of journals, of any name, in a folder of ours whose holders were killed."""
+    for name in folder.glob("*.db.lock"):
+        try:
+            fd = os.open(name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError:
+            continue  # gone meanwhile, or another user's
+        try:
+            if _HOLDER.fullmatch(os.pread(fd, 100, 0)):  # else it is just being made, or no lock of ours
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.path.samestat(os.fstat(fd), name.lstat()):
+                    name.unlink()
+        except OSError:
+            continue  # somebody has it, or was quicker
+        finally:
+            os.close(fd)
 
 
 def close_to_others(path: Path) -> bool:

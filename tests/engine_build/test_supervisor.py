@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from polykv_proxy.engine.leftovers import tidy_logs
 from polykv_proxy.engine.problem import EngineProblem
 from polykv_proxy.engine.supervisor import Child, Supervisor, backoff_s
 
@@ -99,6 +100,29 @@ def test_child_that_dies_is_started_again(tmp_path: Path) -> None:
     assert len(set(pids)) == 2
     assert said == ["the engine died (SIGKILL), starting it again in 1 s", f"engine started again (pid {pids[1]})"]
     assert not is_alive(pids[1])
+
+
+def test_a_log_is_in_use_while_its_child_lives_and_between_two_starts(tmp_path: Path) -> None:
+    living, dead = make_server(tmp_path, "living"), make_server(tmp_path, "dead")
+    living.log, dead.log = logs = tmp_path / "engine-any-50000.log", tmp_path / "engine-any-50001.log"
+    supervisor = Supervisor([living, dead], print)
+
+    def left() -> list[bool]:
+        """By who tidies up, and finds that they are old."""
+        for log in logs:
+            os.utime(log, (1, 1))
+        tidy_logs(tmp_path / "engine-any-50002.log", is_ours=True)
+        return [log.exists() for log in logs]
+
+    def when_ready() -> None:
+        living.close_log()  # as when we are gone: the child has it still
+        os.kill(dead.pid, signal.SIGKILL)
+        wait_for(lambda: not is_alive(dead.pid))
+        assert left() == [True, True]
+        supervisor.ask_to_stop()
+
+    supervisor.run(when_ready)
+    assert left() == [False, False]
 
 
 def test_child_that_dies_at_start_is_an_error_with_its_last_words(tmp_path: Path) -> None:
