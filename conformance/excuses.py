@@ -73,7 +73,6 @@ ELSEWHERE: dict[str, str] = {
     "test_security::test_access_static_assets_without_api_key": "needs the web page built into the binary, which our "
     "builds leave out",
     "test_router::test_router_download_model": "downloads a model from the hub",
-    "test_router::test_router_delete_model": "downloads a model from the hub",
     "test_router::test_router_remote_preset": "reads a list of models from the hub",
     "test_openai::test_the_clients_helper_for_responses": "the client's helper needs `output_index` and "
     "`content_index`, which llama-server's events do not have",

@@ -1,10 +1,13 @@
 """The page that a whole run writes, and what the command says and ends with."""
 
+import re
+from fnmatch import fnmatchcase
+
 import pytest
 
-from conformance.__main__ import MODES, is_whole, parse_arguments, report
-from conformance.excuses import why_not
-from conformance.page import page
+from conformance.__main__ import MODES, PAGE, is_whole, parse_arguments, report
+from conformance.excuses import ELSEWHERE, EXCUSED, why_not
+from conformance.page import page, title
 from conformance.suite import Outcome
 from conformance.upstream import Arm, Found
 
@@ -59,6 +62,18 @@ def test_every_test_has_its_place(lines: list[str]) -> None:
 def test_a_name_goes_before_a_rule() -> None:
     assert why_not("test_basic::test_no_ui", WORDS).startswith("needs the web page")
     assert why_not("test_basic::test_other", WORDS).startswith("looks for the words")
+
+
+def test_reasons_are_for_what_fails_and_what_fails_has_one() -> None:
+    """By the page of the last whole run."""
+    said = PAGE.read_text()
+    scenarios = [f"test_{name}" for name in re.findall(r"(?m)^\| `(\S+)` \| fails", said)]
+    others = re.findall(r"`(test_\w+::\w+)`", said.partition("### What fails or is skipped")[2])
+    for pattern in ELSEWHERE:
+        assert any(fnmatchcase(name, pattern) for name in scenarios + others), pattern
+    excused = said.partition("### Excused")[2].partition("###")[0]
+    for arm in MODES:  # what outgrows a cache does not do so every time
+        assert set(re.findall(rf"(?m)^- {title(arm)}: `([^`]+)`", excused)) <= set(EXCUSED[arm])
 
 
 def test_the_exit_status(capsys: pytest.CaptureFixture[str]) -> None:
