@@ -1,9 +1,11 @@
 """Settings of the proxy: default < TOML file (``--config``) < environment ``POLYKV_*`` < flag.
 
 Every field says in one sentence what it is for, with its unit. ``load_settings`` is the one way in; a value that does
-not fit ends in ``ConfigError`` with one line that names the setting as the person wrote it.
+not fit ends in ``ConfigError`` with one line that names the setting as the person wrote it. A variable that nobody
+reads is a warning only (``unread_variables``): it may be there for something else.
 """
 
+import difflib
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -210,6 +212,35 @@ class Settings(BaseSettings):
             env_settings,
             InitSettingsSource(settings_cls, dict(from_file)),
         )
+
+
+READ_ELSEWHERE = {
+    *("URL", "BASE_URL", "ENGINE", "CACHE", "CMAKE_ARGS"),  # commands, SDK, build of the engine
+    *("BUILD_IMAGE", "RUN_IMAGE", "PUBLISH", "MODELS", "MODEL"),  # these and the next: compose.yaml
+    *("ENGINE_PORT", "PARALLEL", "CTX", "BATCH", "MAX_POOLS", "SAVE_RAM_MIB", "SAVE_DISK_MIB"),
+    *("TEST_ENGINE", "TEST_STOCK", "TEST_SEED"),
+}
+"""Variables that are no settings of the proxy, without ``POLYKV_``."""
+
+_ALIKE = 0.4
+"""Of names that are shortened as well as misspelt: WRAM and WARM_RAM_BYTES are 0.44."""
+
+
+def unread_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables named like settings that nothing reads → a line about each, without its value.
+
+    Empty ones do not count: nothing was set.
+    """
+    lines = {}
+    settings = [name.upper() for name in Settings.model_fields]
+    for variable, value in sorted(environment.items()):
+        name = variable.upper().removeprefix(ENV_PREFIX)
+        if not value or name == variable.upper() or name in READ_ELSEWHERE or name in settings:
+            continue
+        nearest = difflib.get_close_matches(name, settings, n=1, cutoff=_ALIKE)
+        hint = f"did you mean {ENV_PREFIX}{nearest[0]}?" if nearest else "see the settings in docs/api.md"
+        lines[variable] = f"{variable} is in the environment, and there is no such setting: {hint}"
+    return lines
 
 
 _FILE = "_polykv_file"

@@ -140,10 +140,10 @@ class ContextLengthExceeded(RequestError):
 
     code = "context_length_exceeded"
 
-    def __init__(self, *, n_prompt_tokens: int, n_ctx: int):
+    def __init__(self, *, n_prompt_tokens: int, n_ctx: int, n_ctx_train: int | None = None):
         super().__init__(
             f"the prefix ({n_prompt_tokens} tokens) exceeds the available context size ({n_ctx} tokens): "
-            "shorten it, or start the engine with a larger --ctx (llama-server: -c)",
+            + _way_out(n_ctx, n_ctx_train),
             type="exceed_context_size_error",
             n_prompt_tokens=n_prompt_tokens,
             n_ctx=n_ctx,
@@ -153,15 +153,25 @@ class ContextLengthExceeded(RequestError):
 class PromptTooLarge(ContextLengthExceeded):
     """So many bytes are never the tokens of one context: not even rendered."""
 
-    def __init__(self, *, n_bytes: int, n_ctx: int):
+    def __init__(self, *, n_bytes: int, n_ctx: int, n_ctx_train: int | None = None):
         RequestError.__init__(
             self,
             f"the prompt ({n_bytes} bytes) is too large for the available context size ({n_ctx} tokens): "
-            "shorten it, or start the engine with a larger --ctx (llama-server: -c)",
+            + _way_out(n_ctx, n_ctx_train),
             type="exceed_context_size_error",
             n_bytes=n_bytes,
             n_ctx=n_ctx,
         )
+
+
+def _way_out(n_ctx: int, n_ctx_train: int | None) -> str:
+    """llama-server gives no slot more context than its model was trained with, whatever its flags say."""
+    if n_ctx_train is not None and n_ctx >= n_ctx_train:
+        return (
+            "shorten it, or start the engine with a model of a longer context; this one was trained with "
+            f"{n_ctx_train} tokens, and a larger --ctx gives no more"
+        )
+    return "shorten it, or start the engine with a larger --ctx (llama-server: -c)"
 
 
 class HeadTimeout(RequestError):
@@ -293,6 +303,19 @@ class UpstreamTimeout(UpstreamError):
 
 class EngineHung(UpstreamTimeout):
     """It listens, and gets nowhere with what was ordered."""
+
+
+class EngineKeyRefused(UpstreamError):
+    """It asks for a key. ``missing``: this proxy has none; else the one it has is not taken."""
+
+    def __init__(self, *, missing: bool):
+        self.missing = missing
+        happened = (
+            "the engine asks for a key, and POLYKV_UPSTREAM_API_KEY is not set: set it to the engine's --api-key"
+            if missing
+            else "the engine refuses the key of POLYKV_UPSTREAM_API_KEY: set it to the engine's --api-key"
+        )
+        super().__init__(f"{happened}; a client's own key is never sent on, it has to be one of POLYKV_API_KEY")
 
 
 class UpstreamRestarted(UpstreamError):

@@ -180,7 +180,7 @@ def _of_policy(answer: Mapping[str, Any]) -> list[str]:
         "inherited": f"that of pool {answer['inherited_from']}",
         "default": "the default of the proxy",
     }[answer["source"]]
-    floor = f"{answer['target_tps_per_session']:g} tok/s per session"
+    floor = f"{answer['target_tps_per_session']:,.10g} tok/s per session"
     lines = [f"{called(answer)}: {answer['mode']}, {floor}; {whose}{before}"]
     if answer["mode"] == "advisory":
         lines.append("advisory: `polykvctl capacity` tells, and no request is held or refused")

@@ -30,8 +30,9 @@ def serve(
     Every setting has an environment variable too (POLYKV_HOST, POLYKV_UPSTREAM_URL, …); a flag beats it.
     """
     import logging
+    import os
 
-    from polykv_proxy.config import load_settings
+    from polykv_proxy.config import load_settings, unread_variables
     from polykv_proxy.engine.local import choose_port
 
     settings = load_settings(
@@ -51,6 +52,8 @@ def serve(
     from polykv_proxy.app import run  # after the checks: a wrong setting is told before the heavy imports
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    for line in unread_variables(os.environ).values():
+        logging.getLogger("polykv.settings").warning(line)
 
     def ready(url: str) -> None:
         print(json.dumps({"proxy": url, "upstream": settings.upstream_url}) if as_json else f"proxy  {url}", flush=True)

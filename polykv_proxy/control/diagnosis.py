@@ -15,7 +15,9 @@ from polykv_proxy.control.room import Room
 from polykv_proxy.control.saved import SavedStates
 from polykv_proxy.control.watch import EngineWatch
 from polykv_proxy.doctor import EngineFlagFacts, Facts, examine
+from polykv_proxy.doctor.facts import Trouble
 from polykv_proxy.engine.local import states_folder
+from polykv_proxy.errors import EngineKeyRefused, UpstreamTimeout
 from polykv_proxy.sessions import SessionBook
 from polykv_proxy.tree.tree import PoolTree
 from polykv_proxy.upstream import Stats
@@ -61,6 +63,7 @@ def collect_facts(
         engine=watch.state,
         engine_url=settings.upstream_url,
         engine_error=watch.failure.message if watch.failure is not None else None,
+        engine_trouble=_trouble(watch),
         hooks=watch.hooks,
         owner=lease.taken_by if answers else None,
         sleeping=watch.sleeping,
@@ -101,6 +104,7 @@ def collect_facts(
         hosts=settings.hosts,
         has_admin_key=settings.admin_key is not None,
         has_data_keys=bool(settings.data_keys),
+        has_engine_key=settings.upstream_api_key is not None,
         journal=journal["state"],
         journal_error=journal["error"],
         journal_saved_copy=journal["saved_copy"],
@@ -114,6 +118,13 @@ def collect_facts(
         left_states_bytes=sum(left) if left is not None else None,
         warm_settings=tuple(sorted(name for name in settings.model_fields_set if name.startswith("warm_"))),
     )
+
+
+def _trouble(watch: EngineWatch) -> Trouble | None:
+    if isinstance(watch.failure, EngineKeyRefused):
+        return "key_missing" if watch.failure.missing else "key_refused"
+    # Its threads that answer questions stand still, or only those that compute.
+    return "hangs" if isinstance(watch.failure, UpstreamTimeout) or watch.hangs else None
 
 
 def _state_files(folder: Path) -> list[int] | None:

@@ -101,9 +101,11 @@ class PoolMaker(EngineSequences, ABC):
 
         Raises:  ContextLengthExceeded (400), and as ``ensure``
         """
-        n_ctx = self._watch.stats.n_ctx_slot if self._watch.stats is not None else None
-        if n_ctx is not None and len(tokens) >= n_ctx:
-            raise ContextLengthExceeded(n_prompt_tokens=len(tokens), n_ctx=n_ctx)  # before anybody is evicted for it
+        stats = self._watch.stats
+        if stats is not None and stats.n_ctx_slot is not None and len(tokens) >= stats.n_ctx_slot:
+            raise ContextLengthExceeded(  # before anybody is evicted for it
+                n_prompt_tokens=len(tokens), n_ctx=stats.n_ctx_slot, n_ctx_train=stats.model.n_ctx_train
+            )
         tag = f"pool-{pool_id}.{next(self._numbers)}"
         self._tags.add(tag)
         self.n_orders += 1

@@ -146,4 +146,4 @@ def _told(policy: Policy | None) -> str:
     if policy is None:
         return "no policy of its own any more"
     what = f", {policy.on_saturation}" if policy.enforced else ""
-    return f"{policy.mode}{what}, {policy.target_tps_per_session:g} tokens per second and session"
+    return f"{policy.mode}{what}, {policy.target_tps_per_session:,.10g} tokens per second and session"

@@ -21,18 +21,18 @@ def refusal_of(refused: Refused, pool: Pool, policy: Policy, u: float, gap_s: fl
     projected = capacity.projected_mean_tps_if_admitted
     why = refused.reason
     if projected is not None and refused.reason not in HARD:
-        why += f" ({projected:.1f} tokens per second and session, the floor is {policy.target_tps_per_session:g})"
+        why += f" ({projected:.1f} tokens per second and session, the floor is {policy.target_tps_per_session:,.10g})"
     happened = {
         "pool_saturated": f"pool {pool.label} takes no new session now",
         "queue_full": f"the line of new sessions for pool {pool.label} is full ({policy.max_queue} at most)",
-        "queue_timeout": f"no place in pool {pool.label} came free within {policy.queue_timeout_ms / 1e3:g} s",
+        "queue_timeout": f"no place in pool {pool.label} came free within {policy.queue_timeout_ms / 1e3:,.10g} s",
         "upstream_unavailable": f"the engine's load is not known, so pool {pool.label} takes no new session",
     }[refused.code]
     if refused.reason == FLOOR_IDLE:
         n = capacity.n_at_rest
         at_rest = "1 session at rest counts" if n == 1 else f"{n} sessions at rest count"
         why += (
-            f"; {at_rest} as live for {gap_s:g} s after a turn (POLYKV_SESSION_GAP_S), and DELETE "
+            f"; {at_rest} as live for {gap_s:,.10g} s after a turn (POLYKV_SESSION_GAP_S), and DELETE "
             "/polykv/sessions/{id} (polykvctl sessions delete) of those that are done gives their place up at once"
         )
     next_step = f"try again in {after_s} s"

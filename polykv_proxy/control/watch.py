@@ -14,6 +14,7 @@ from typing import Literal
 
 from polykv_proxy.control.progress import HUNG_AFTER_S, Progress
 from polykv_proxy.errors import (
+    EngineKeyRefused,
     EngineUnpatched,
     PolyKVError,
     SharingUnsupported,
@@ -73,7 +74,7 @@ class EngineWatch:
         """What everybody who keeps books has been told last: an epoch, or one of the three above. None: nothing yet."""
         self._plain: PlainProps | None = None
         self._bug: str | None = None
-        self._told: tuple[State, bool | None, str | None] = ("unknown", None, None)
+        self._told: tuple[State, bool | None, str | None] | None = None
         self._reported: list[tuple[int, str]] = []
         self._heartbeat_s = heartbeat_s
         self._asking: asyncio.Task[Stats | None] | None = None
@@ -146,14 +147,16 @@ class EngineWatch:
         try:
             await self.refresh()
         except PolyKVError as e:
-            if (self.state, self.hooks) != self._told[:2]:
+            if self._told is None or (self.state, self.hooks) != self._told[:2]:
                 log.warning("engine %s: %s", self.state, e.message)
             self._told = (self.state, self.hooks, self.epoch)
             return
         now = (self.state, self.hooks, self.epoch)
         if now != self._told:
             lines = self._report()
-            if now[:2] != self._told[:2] or lines != self._reported:  # a restart with the same flags says nothing new
+            if (
+                self._told is None or now[:2] != self._told[:2] or lines != self._reported
+            ):  # a restart with the same flags says nothing new
                 for level, line in lines:
                     log.log(level, line)
             self._told, self._reported = now, lines
@@ -180,7 +183,7 @@ class EngineWatch:
         self.stats, self.asked_s = stats, asked_s
         self.progress.note(stats, asked_s)
         self._say_if_hung()
-        self.engine.n_ctx = stats.n_ctx_slot
+        self.engine.n_ctx, self.engine.n_ctx_train = stats.n_ctx_slot, stats.model.n_ctx_train
         if stats.epoch != self._taken_in:
             if self.epoch is not None:
                 log.warning("the engine was restarted (epoch %s, was %s)", stats.epoch, self.epoch)
@@ -242,3 +245,5 @@ class EngineWatch:
             self.state = "loading"
         elif isinstance(error, UpstreamUnavailable | UpstreamTimeout):
             self.state = "away"  # nobody there, or there and not answering
+        elif isinstance(error, EngineKeyRefused):
+            self.state = "unknown"  # whoever it is now: nothing of it can be seen

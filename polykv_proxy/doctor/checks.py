@@ -13,6 +13,7 @@ Check = Callable[[Facts], Finding | None]
 
 ALWAYS: list[Check] = [
     use.no_admin_key,
+    use.engine_key_for_all,
     use.journal,
     use.damaged_journal,
     use.pools_of_other_models,
@@ -23,11 +24,12 @@ ALWAYS: list[Check] = [
     use.warm_under_pressure_only,
 ]
 
-WITHOUT_ENGINE: list[Check] = [layout.engine_unreachable]
+WITHOUT_ENGINE: list[Check] = [layout.engine_unreachable, layout.engine_key, layout.engine_hangs]
 
 WITHOUT_HOOKS: list[Check] = [layout.engine_without_pools, layout.sessions_not_pinned]
 
 OF_ENGINE: list[Check] = [
+    layout.engine_hangs,
     layout.not_owner,
     layout.sharing_refused,
     flags.engine_open,

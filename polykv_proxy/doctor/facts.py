@@ -26,9 +26,14 @@ PinsOff = Literal["router", "one_slot", "hidden", "emptied"]
 """Several models with slots of their own; one slot; slots are not shown; slots at rest are emptied."""
 
 
+Trouble = Literal["key_missing", "key_refused", "hangs"]
+"""It asks for a key and the proxy has none; it does not take the proxy's; it is there and gets nowhere."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """``engine``: as the proxy sees it. ``share``: ``ok``, or why the engine refuses pools.
+    """``engine``: as the proxy sees it. ``engine_trouble``: what keeps it from serving though it is there.
+    ``share``: ``ok``, or why the engine refuses pools.
 
     ``pins_off``: of an engine without hooks: why sessions keep no slots; None = they do.
     ``owner``: another proxy that manages the engine's pools. ``n_idle_pools``, ``n_idle_cells``: resident pools that
@@ -46,6 +51,7 @@ class Facts:
     engine: Literal["ready", "loading", "away", "unknown"] = "ready"
     engine_url: str = ""
     engine_error: str | None = None
+    engine_trouble: Trouble | None = None
     hooks: bool | None = None
     owner: str | None = None
     sleeping: bool = False
@@ -74,6 +80,7 @@ class Facts:
     hosts: tuple[str, ...] = ()
     has_admin_key: bool | None = None
     has_data_keys: bool | None = None
+    has_engine_key: bool | None = None
     journal: Literal["ok", "off", "unusable", "failing"] | None = None
     journal_error: str | None = None
     journal_saved_copy: str | None = None

@@ -10,6 +10,8 @@ LARGE_STATE_BYTES = 1 << 30
 
 
 def engine_unreachable(facts: Facts) -> Finding | None:
+    if facts.engine_trouble is not None:
+        return None  # it is there, see below
     if facts.engine == "loading":
         return Finding(
             "engine_loading",
@@ -24,6 +26,49 @@ def engine_unreachable(facts: Facts) -> Finding | None:
         f"the engine at {facts.engine_url} does not answer",
         facts.engine_error or "nothing can be served",
         "start llama-server there, or name the right one with --upstream (POLYKV_UPSTREAM_URL)",
+    )
+
+
+_KEYS = (
+    "set POLYKV_UPSTREAM_API_KEY to the engine's --api-key, and POLYKV_API_KEY to what clients then have to send to "
+    "the proxy: without that, whoever reaches the proxy uses the engine's key"
+)
+
+
+def engine_key(facts: Facts) -> Finding | None:
+    if facts.engine_trouble == "key_missing":
+        return Finding(
+            "engine_key_missing",
+            "error",
+            f"the engine at {facts.engine_url} asks for a key, and POLYKV_UPSTREAM_API_KEY is not set",
+            "every request gets the engine's 401, also one with the right key: a client's own is never sent on",
+            _KEYS,
+        )
+    if facts.engine_trouble == "key_refused":
+        return Finding(
+            "engine_key_refused",
+            "error",
+            f"the engine at {facts.engine_url} refuses the key of POLYKV_UPSTREAM_API_KEY",
+            "every request gets the engine's 401; a client's own key is never sent on",
+            _KEYS,
+        )
+    return None
+
+
+def engine_hangs(facts: Facts) -> Finding | None:
+    if facts.engine_trouble != "hangs":
+        return None
+    if facts.engine == "ready":
+        why = "requests run, and nothing was decoded or processed for a while"
+    else:
+        why = facts.engine_error or "nothing can be served"
+    return Finding(
+        "engine_hangs",
+        "error",
+        f"the engine at {facts.engine_url} is there and gets nowhere",
+        why,
+        "see its log, and whether its process is stopped or waits for a device or a disk; restart it if it does not go "
+        "on",
     )
 
 

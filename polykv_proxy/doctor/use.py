@@ -78,6 +78,18 @@ def no_admin_key(facts: Facts) -> Finding | None:
     )
 
 
+def engine_key_for_all(facts: Facts) -> Finding | None:
+    if not facts.has_engine_key or facts.has_data_keys is not False:
+        return None
+    return Finding(
+        "engine_key_for_all",
+        "warning",
+        "POLYKV_UPSTREAM_API_KEY is set, and POLYKV_API_KEY is not",
+        f"whoever reaches the proxy ({', '.join(facts.hosts)}) uses the engine with that key and needs none",
+        "set POLYKV_API_KEY: clients then have to send one of its keys",
+    )
+
+
 def default_mode_alone(facts: Facts) -> Finding | None:
     if facts.idle_default_mode is None:
         return None

@@ -59,7 +59,7 @@ async def _of_engine(control: Control, origins: Iterable[str]) -> tuple[bytes, l
                 text = await upstream.read()
                 headers = [(k, v) for k, v in upstream.returnable_headers() if k.lower() not in _OF_THE_PAGE]
     except (TimeoutError, UpstreamError) as e:
-        log.info("no metrics from the engine: %s", e)
+        log.info("no metrics from the engine: %s", str(e) or f"no answer within {ENGINE_PATIENCE_S:g} s")
         return nothing
     return text if not text or text.endswith(b"\n") else text + b"\n", headers
 

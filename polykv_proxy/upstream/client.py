@@ -88,6 +88,8 @@ class EngineClient:
         self.owner: str | None = None
         self.n_ctx: int | None = None
         """The context of one slot, as soon as the stats said it."""
+        self.n_ctx_train: int | None = None
+        """That of the model, likewise."""
         self._renders = asyncio.Semaphore(RENDERS_AT_ONCE)
         self._sessions: dict[bool, tuple[aiohttp.ClientSession, ShortPosts | None]] = {}
 
@@ -187,7 +189,7 @@ class EngineClient:
         """
         asked = orjson.dumps({"path": path, "body": body}, option=orjson.OPT_NON_STR_KEYS)
         if self.n_ctx is not None and len(asked) > RENDER_BYTES_PER_TOKEN * self.n_ctx + RENDER_BYTES:
-            raise PromptTooLarge(n_bytes=len(asked), n_ctx=self.n_ctx)
+            raise PromptTooLarge(n_bytes=len(asked), n_ctx=self.n_ctx, n_ctx_train=self.n_ctx_train)
         async with self._renders:
             answer = await _retry(lambda: self._hook("POST", "/render", asked, "render", RENDER_S))
         try:
@@ -400,7 +402,8 @@ class EngineClient:
                 raise UpstreamError(f"{op}: the engine's answer is not JSON ({e})") from e
             answer = None
         if response.status != 200:
-            raise map_hook_answer(response.status, answer, op)
+            has_key = self._api_key is not None
+            raise map_hook_answer(response.status, answer, op, has_key=has_key, n_ctx_train=self.n_ctx_train)
         if not isinstance(answer, dict):
             raise UpstreamError(f"{op}: the engine's answer is not an object")
         return answer

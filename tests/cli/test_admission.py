@@ -50,6 +50,9 @@ async def test_get_set_drop(proxy: str) -> None:
     ]
     again = await ctl(proxy, "admission", "set", "1", "--target-tps", "7.5", *given)
     assert again.stdout.splitlines()[0].endswith("its own policy, as it was before")
+    large = await ctl(proxy, "admission", "set", "leaf", "--target-tps", "1000000")
+    assert large.stdout.startswith("pool 2 (leaf): advisory, 1,000,000 tok/s per session; its own policy\n")
+    await ctl(proxy, "admission", "drop", "leaf")
     below = await ctl(proxy, "admission", "get", "leaf")
     assert below.stdout.startswith("pool 2 (leaf): enforced, 7.5 tok/s per session; that of pool 1\n")
     replaced = await ctl(proxy, "admission", "set", "base", "--target-tps", "4")

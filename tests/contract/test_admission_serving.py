@@ -91,12 +91,13 @@ CHATS: list[tuple[str, dict[str, Any]]] = [
 async def test_a_saturated_pool_refuses_a_new_session(
     proxy: Proxy, busy: Busy, path: str, body: dict[str, Any]
 ) -> None:
-    await set_policy(proxy, settle_max_ms=0)
+    await set_policy(proxy, settle_max_ms=0, target_tps_per_session=1e6)
     await busy.begin()
     answer = await proxy.client.post(path, json={**body, "session_id": "new"})
     assert answer.status_code == 429
     error = error_of(answer)
     assert (error["code"], error["type"]) == ("pool_saturated", "rate_limit_error")
+    assert "tokens per second and session, the floor is 1,000,000)" in error["message"]
     assert answer.headers["x-polykv-reason"] == error["reason"] == "projected mean tps below floor"
     assert 1 <= int(answer.headers["Retry-After"]) <= 60
     assert abs(int(answer.headers["retry-after-ms"]) / 1000 - int(answer.headers["Retry-After"])) <= 1

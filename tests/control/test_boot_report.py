@@ -55,6 +55,34 @@ def test_a_shifting_context_beside_pools_is_a_warning():
     assert "a pooled session ends at its context" in lines[1][1]
 
 
+@pytest.mark.parametrize(
+    ("key", "said"), [(None, "POLYKV_UPSTREAM_API_KEY is not set"), ("x", "refuses the key of POLYKV_UPSTREAM_API_KEY")]
+)
+async def test_an_engine_that_asks_for_a_key_is_one_warning(
+    caplog: pytest.LogCaptureFixture, key: str | None, said: str
+):
+    caplog.set_level(logging.INFO, "polykv.engine")
+    async with FakeEngine(api_key="k") as engine, planes(engine, upstream_api_key=key, heartbeat_s=0.01) as plane:
+        n = len(engine.received)
+        await eventually(lambda: len(engine.received) > n + 4)
+        [record] = [record for record in caplog.records if record.levelno >= logging.WARNING]
+        assert said in record.message
+        assert "POLYKV_API_KEY" in record.message
+        assert plane.control.watch.state == "unknown"
+
+
+async def test_an_engine_that_asks_for_a_key_since_it_was_restarted_is_a_warning_too(caplog: pytest.LogCaptureFixture):
+    async with FakeEngine() as engine, planes(engine, heartbeat_s=0.01) as plane:
+        caplog.set_level(logging.WARNING, "polykv.engine")
+        engine.api_key = "k"
+        await eventually(lambda: plane.control.watch.state == "unknown")
+        assert not plane.control.health()[0]
+        [line] = [record.message for record in caplog.records if "key" in record.message]
+        assert "set it to the engine's --api-key" in line
+        engine.api_key = None
+        await eventually(lambda: plane.control.health()[0])
+
+
 async def test_told_again_when_the_engine_comes_back_otherwise(caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.INFO, "polykv.engine")
 

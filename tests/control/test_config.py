@@ -1,10 +1,14 @@
 """Where a setting comes from, and what a wrong one is told."""
 
 import os
+import re
+from pathlib import Path
 
 import pytest
 
-from polykv_proxy.config import ConfigError, Settings, load_settings
+from polykv_proxy.config import ConfigError, Settings, load_settings, unread_variables
+
+ROOT = Path(__file__).parents[2]
 
 DOCUMENTED = (
     "HOST PORT UPSTREAM_URL UPSTREAM_API_KEY API_KEY ADMIN_KEY MODE STATE GRACE_TTL_S WARM_AFTER_S WARM_RAM_BYTES "
@@ -114,3 +118,30 @@ def test_a_wrong_key_is_not_repeated():
     with pytest.raises(ConfigError) as e:
         load_settings(api_key=["s3cret", {}])
     assert "s3cret" not in str(e.value)
+
+
+def test_a_variable_that_nobody_reads_is_told_of_with_the_nearest_setting():
+    given = {
+        **{"POLYKV_WRAM": "3", "POLYKV_API_KEYS": "s3cret", "polykv_prot": "1", "POLYKV_FOO": "1"},
+        **{"POLYKV_PORT": "1", "polykv_mode": "auto", "POLYKV_URL": "http://x", "POLYKV_GONE": "", "OTHER": "1"},
+    }
+    told = unread_variables(given)
+    assert told == {
+        "POLYKV_API_KEYS": "POLYKV_API_KEYS is in the environment, and there is no such setting: "
+        "did you mean POLYKV_API_KEY?",
+        "POLYKV_FOO": "POLYKV_FOO is in the environment, and there is no such setting: see the settings in docs/api.md",
+        "POLYKV_WRAM": "POLYKV_WRAM is in the environment, and there is no such setting: "
+        "did you mean POLYKV_WARM_RAM_BYTES?",
+        "polykv_prot": "polykv_prot is in the environment, and there is no such setting: did you mean POLYKV_PORT?",
+    }
+
+
+def test_what_the_project_itself_reads_is_not_told_of():
+    """Every variable that its own files look up."""
+    looked_up = re.compile(r"""(?:environ(?:\.get\(|\[)|envvar=)\s*"(POLYKV_\w+)"|\$\{(POLYKV_\w+)""")
+    files = [ROOT / "compose.yaml", ROOT / "deploy" / "env.example", ROOT / "deploy" / "check-containers"]
+    for folder in ("polykv_proxy", "conformance", "benchmarks", "tests"):
+        files += (ROOT / folder).rglob("*.py")
+    names = {name for file in files for found in looked_up.findall(file.read_text()) for name in found if name}
+    assert {"POLYKV_BASE_URL", "POLYKV_CACHE", "POLYKV_BATCH", "POLYKV_TEST_SEED", "POLYKV_ENGINE"} <= names
+    assert unread_variables(dict.fromkeys(names, "1")) == {}

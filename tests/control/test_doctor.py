@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.control.conftest import Plane, eventually, planes
-from tests.fake_engine import FakeEngine
+from tests.fake_engine import FakeEngine, delay
 
 
 async def findings(plane: Plane) -> dict[str, str]:
@@ -46,6 +46,41 @@ async def test_an_engine_that_went_away_is_a_200_that_says_so():
     async with FakeEngine() as engine, planes(engine) as plane:
         await engine.kill()
         assert await findings(plane) == {"engine_unreachable": "error"} | ALWAYS
+
+
+@pytest.mark.parametrize(
+    ("settings", "found"),
+    [
+        ({}, {"engine_key_missing": "error"}),
+        ({"upstream_api_key": "x", "api_key": "mine", "admin_key": "a"}, {"engine_key_refused": "error"}),
+        ({"upstream_api_key": "k"}, {"engine_key_for_all": "warning"}),
+        ({"upstream_api_key": "k", "api_key": "mine", "admin_key": "a"}, {}),
+    ],
+)
+async def test_an_engine_with_a_key(settings: dict[str, Any], found: dict[str, str]):
+    async with FakeEngine(save_ram=MIB, api_key="k") as engine, planes(engine, **settings) as plane:
+        headers = {"authorization": "Bearer a"}
+        _, body = await plane.call("GET", "/polykv/doctor", headers=headers)
+        assert {each["id"]: each["severity"] for each in body["findings"]} == found | ALWAYS
+        if found:
+            [told] = [each for each in body["findings"] if each["id"] in found]
+            assert "POLYKV_UPSTREAM_API_KEY" in told["what"]
+            assert "POLYKV_API_KEY" in told["do"]
+
+
+async def test_an_engine_that_is_there_and_does_not_answer(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("polykv_proxy.upstream.client.READ_S", 0.05)
+    async with FakeEngine(save_ram=MIB) as engine, planes(engine) as plane:
+        engine.on("stats", "request", delay(3), times=None)
+        await eventually(lambda: plane.control.watch.state == "away")
+        assert await findings(plane) == {"engine_hangs": "error"} | ALWAYS
+        _, body = await plane.call("GET", "/polykv/doctor")
+        [told] = [each for each in body["findings"] if each["id"] == "engine_hangs"]
+        assert "start llama-server" not in told["do"]
+        assert "restart it" in told["do"]
+        engine.faults.armed.clear()
+        await eventually(lambda: plane.control.health()[0])
+        assert await findings(plane) == ALWAYS
 
 
 async def test_a_default_mode_without_a_floor_gates_nobody():

@@ -186,6 +186,18 @@ async def test_a_prefix_longer_than_a_slot_evicts_nobody(plane):
     error = await plane.refused(400, "context_length_exceeded", "POST", path, body)
     assert (error["n_prompt_tokens"], error["n_ctx"]) == (16384, 16384)
     assert [pool.residency for pool in plane.control.tree] == ["resident"]
+    assert error["message"].endswith("shorten it, or start the engine with a larger --ctx (llama-server: -c)")
+
+
+async def test_a_prefix_longer_than_the_model_was_trained_for_is_no_matter_of_ctx():
+    async with FakeEngine(n_cells=200, n_ctx_slot=100, n_ctx_train=100) as engine, planes(engine) as plane:
+        for body in ({"tokens": [1] * 100}, {"prompt": "A" * (1 << 17)}):
+            error = await plane.refused(400, "context_length_exceeded", "POST", "/polykv/pools", body)
+            assert error["n_ctx"] == 100
+            assert error["message"].endswith(
+                "(100 tokens): shorten it, or start the engine with a model of a longer context; this one was trained "
+                "with 100 tokens, and a larger --ctx gives no more"
+            )
 
 
 async def test_what_the_engine_refuses_is_passed_on_with_its_status(plane):

@@ -111,7 +111,7 @@ def test_other_foreign_exceptions_are_mapped(exc, ours):
     [
         (400, {"type": "polykv_error", "message": "no"}, errors.RequestError),
         (400, {"type": "invalid_request_error"}, errors.EngineRefused),
-        (401, {"message": "Invalid API Key"}, errors.UpstreamError),
+        (401, {"message": "Invalid API Key"}, errors.EngineKeyRefused),
         (404, {"message": "File Not Found"}, errors.EngineUnpatched),
         (409, {"type": "polykv_error", "divergence_pos": 3}, errors.PrefixMismatch),
         (409, {"type": "polykv_error"}, errors.EngineRefused),
@@ -322,10 +322,15 @@ async def test_loading_and_unpatched_and_keys(engine):
             await client.stats()
         assert (await client.props())["total_slots"] == 4
         await client.close()
-        client = EngineClient(plain.url)
-        with pytest.raises(errors.UpstreamError, match="POLYKV_UPSTREAM_API_KEY"):
-            await client.props()
-        await client.close()
+        for key, said in (
+            (None, "asks for a key, and POLYKV_UPSTREAM_API_KEY is not set"),
+            ("x", "refuses the key of"),
+        ):
+            client = EngineClient(plain.url, key)
+            with pytest.raises(errors.EngineKeyRefused, match=said) as e:
+                await client.props()
+            await client.close()
+            assert (e.value.missing, e.value.status, e.value.code) == (key is None, 502, "upstream_error")
 
 
 async def test_what_travels_to_the_engine_is_what_was_given(client, engine):

@@ -76,6 +76,11 @@ CASES = [
     ("engine_unreachable", "error", {"engine": "away", "engine_error": "connection refused"}),
     ("engine_unreachable", "error", {"engine": "unknown", "hooks": None}),
     ("engine_loading", "warning", {"engine": "loading"}),
+    ("engine_key_missing", "error", {"engine": "unknown", "hooks": None, "engine_trouble": "key_missing"}),
+    ("engine_key_refused", "error", {"engine": "unknown", "hooks": None, "engine_trouble": "key_refused"}),
+    ("engine_hangs", "error", {"engine": "away", "engine_trouble": "hangs"}),
+    ("engine_hangs", "error", {"engine_trouble": "hangs"}),
+    ("engine_key_for_all", "warning", {"has_engine_key": True}),
     ("engine_without_pools", "error", {"hooks": False}),
     ("not_owner", "error", {"owner": "host:1:ab"}),
     ("swa_without_full", "error", {"share": "the model has a sliding window", "n_swa": 1024}),
@@ -167,6 +172,8 @@ def test_a_small_context_on_a_split_cache():
         {"warm_off": None, "warm_after_s": 0.0},
         {"warm_settings": ("warm_ram_bytes",)},
         {"flags": {"cache_ram_mib": 8192}},
+        {"has_engine_key": True, "has_data_keys": True},
+        {"has_engine_key": True, "has_data_keys": None},
     ],
 )
 def test_no_finding_at_the_edge(changed: dict[str, Any]):

@@ -106,7 +106,7 @@ class Hooks:
                 "path": "toy.gguf",
                 "size": 1,
                 "n_vocab": N_VOCAB,
-                "n_ctx_train": e.n_ctx_slot,
+                "n_ctx_train": e.n_ctx_train,
             },
             "kv_unified": True,
             "swa": {"n_swa": 0, "full": True},

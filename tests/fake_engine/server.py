@@ -50,6 +50,7 @@ class FakeEngine:
         max_pools: int = 16,
         n_cells: int = 16384,
         n_ctx_slot: int | None = None,
+        n_ctx_train: int = 1 << 20,
         share: str = "ok",
         api_key: str | None = None,
         fingerprint: str = "toy-model",
@@ -58,7 +59,7 @@ class FakeEngine:
         recurrent: bool = False,
     ):
         self.with_hooks, self.n_slots, self.max_pools, self.n_cells = hooks, n_slots, max_pools, n_cells
-        self.n_ctx_slot = n_ctx_slot or n_cells
+        self.n_ctx_slot, self.n_ctx_train = n_ctx_slot or n_cells, n_ctx_train
         self.share, self.api_key, self.fingerprint, self.recurrent = share, api_key, fingerprint, recurrent
         self.saved = SavedStates(self, save_ram, save_disk)
         self.template = Template()

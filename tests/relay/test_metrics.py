@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import logging
 
 import httpx
 import pytest
@@ -118,14 +119,16 @@ async def test_an_engine_without_metrics_or_gone_leaves_ours(engine: FakeEngine,
 
 
 async def test_an_engine_that_does_not_answer_in_time_leaves_ours(
-    engine: FakeEngine, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+    engine: FakeEngine, proxy: Proxy, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO, "polykv.metrics")
     monkeypatch.setattr("polykv_proxy.relay.metrics.ENGINE_PATIENCE_S", 0.05)
     hold = Hold()
     engine.on("/metrics", "request", hold)
     shown = await scrape(proxy)
     assert hold.n == 1
     assert shown["engine_up"] == {(): 1}
+    assert [record.message for record in caplog.records] == ["no metrics from the engine: no answer within 0.05 s"]
 
 
 async def test_an_engine_that_sleeps_tells_what_it_counted_and_sleeps_on(engine: FakeEngine, proxy: Proxy) -> None:
