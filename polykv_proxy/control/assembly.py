@@ -305,6 +305,11 @@ class Assembly(ABC):
             return self.plain.props.n_ctx
         return self.watch.stats.n_ctx_slot if self.watch.stats is not None else None
 
+    @property
+    def n_ctx_train(self) -> int | None:
+        """The context that its model was trained with, in tokens: no slot has more."""
+        return self.watch.stats.model.n_ctx_train if self.watch.stats is not None else None
+
     # What the parts ask of the whole -------------------------------------------------------------------------------
 
     @abstractmethod

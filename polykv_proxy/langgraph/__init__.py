@@ -1,4 +1,4 @@
-"""LangChain and LangGraph on pools: ``pip install 'polykv-proxy[langgraph]'``, with agents ``'polykv-proxy[agents]'``.
+"""LangChain and LangGraph on pools. In a clone: ``pip install -e '.[langgraph]'``, with agents ``'.[agents]'``.
 
 chat         ``ChatPolyKV``: a chat model whose conversations are sessions of a pool
 state        what graphs keep of pools: keys, reducers, ``PolyKVContext``
@@ -120,7 +120,8 @@ def __getattr__(name: str) -> Any:
         if extra is None:
             raise
         raise ImportError(
-            f"{name} needs {error.name}, which is not installed: pip install 'polykv-proxy[{extra}]'", name=error.name
+            f"{name} needs {error.name}, which is not installed: in a clone of PolyKV, pip install -e '.[{extra}]'",
+            name=error.name,
         ) from error
 
 

@@ -171,8 +171,10 @@ class AdmissionBody(_Body):
 Read = TypeVar("Read", bound=_Body)
 
 
-async def read_body(request: web.Request, model: type[Read], n_ctx: int | None) -> Read:
+async def read_body(request: web.Request, model: type[Read], n_ctx: int | None, n_ctx_train: int | None = None) -> Read:
     """Read and check a body. Lists longer than the context (``n_ctx`` tokens) are not looked at any further.
+
+    ``n_ctx_train``: tokens of the model's own context, for what such a refusal says.
 
     Raises:  InvalidJson (400) with the position, RequestError (400) naming the field, ContextLengthExceeded (400),
              HTTPRequestEntityTooLarge
@@ -198,7 +200,7 @@ async def read_body(request: web.Request, model: type[Read], n_ctx: int | None) 
     for name in _LISTS if n_ctx is not None else ():
         given = parsed.get(name)
         if isinstance(given, list) and n_ctx is not None and len(given) > n_ctx:
-            error = ContextLengthExceeded(n_prompt_tokens=len(given), n_ctx=n_ctx)
+            error = ContextLengthExceeded(n_prompt_tokens=len(given), n_ctx=n_ctx, n_ctx_train=n_ctx_train)
             error.param = name
             raise error
     try:

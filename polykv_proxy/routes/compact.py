@@ -47,7 +47,7 @@ class Compacted(PoolMade):
 
 def compact_routes(control: Control) -> list[web.RouteDef]:
     async def compact(request: web.Request) -> web.Response:
-        body = await read_body(request, CompactBody, control.ctx_total)
+        body = await read_body(request, CompactBody, control.ctx_total, control.n_ctx_train)
         order = Compact(
             ancestor=body.ancestor,
             source=body.source(),

@@ -12,13 +12,13 @@ from polykv_proxy.routes.body import CreateBody, ForkBody, query_flag, read_body
 
 def pool_routes(control: Control) -> list[web.RouteDef]:
     async def create(request: web.Request) -> web.Response:
-        body = await read_body(request, CreateBody, control.ctx_total)
+        body = await read_body(request, CreateBody, control.ctx_total, control.n_ctx_train)
         order = CreatePool(source=body.source(), name=body.name, pin=bool(body.pin), ttl_s=body.ttl_s)
         answer = await control.create_pool(order)
         return json_answer(answer, status=201, headers={"Location": f"/polykv/pools/{answer['pool_id']}"})
 
     async def fork(request: web.Request) -> web.Response:
-        body = await read_body(request, ForkBody, control.ctx_total)
+        body = await read_body(request, ForkBody, control.ctx_total, control.n_ctx_train)
         order = ForkPool(
             source=body.source(),
             branch_pos=body.branch_pos,

@@ -123,7 +123,7 @@ def test_comparison_says_how_many_answers_are_the_same_and_of_a_plain_server_wit
     alone = GroupRun(tuple(agent(name) for name in names), 1000.0)
     notes = comparison_notes(same_as(names, n_same), alone, same_as(names, 1))
     assert notes[1].startswith("Tokens are compared exactly before they are shared.")
-    assert notes[3] == f"The same, word for word: {n_same} of 3 answers with and without pools, 1 of 3"
+    assert notes[4] == f"The same, word for word: {n_same} of 3 answers with and without pools, 1 of 3"
     assert max(map(len, notes)) <= 80
 
 

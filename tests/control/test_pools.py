@@ -191,7 +191,7 @@ async def test_a_prefix_longer_than_a_slot_evicts_nobody(plane):
 
 async def test_a_prefix_longer_than_the_model_was_trained_for_is_no_matter_of_ctx():
     async with FakeEngine(n_cells=200, n_ctx_slot=100, n_ctx_train=100) as engine, planes(engine) as plane:
-        for body in ({"tokens": [1] * 100}, {"prompt": "A" * (1 << 17)}):
+        for body in ({"tokens": [1] * 100}, {"tokens": [1] * 101}, {"prompt": "A" * (1 << 17)}):
             error = await plane.refused(400, "context_length_exceeded", "POST", "/polykv/pools", body)
             assert error["n_ctx"] == 100
             assert error["message"].endswith(

@@ -37,8 +37,9 @@ async def test_every_example(
         names: dict[str, object] = {}
 
         def run() -> None:
+            """Twice: the second time its pool is there."""
             try:
-                for block in blocks:
+                for block in [*blocks, *blocks]:
                     exec(compile(block, "docs/langgraph.md", "exec"), names)
             finally:
                 names["polykv"].close()  # type: ignore[attr-defined]

@@ -35,4 +35,4 @@ def test_a_missing_package_names_the_extra_that_brings_it() -> None:
         """
     )
     assert said.startswith("ChatPolyKV needs langchain_openai")
-    assert "pip install 'polykv-proxy[langgraph]'" in said
+    assert "in a clone of PolyKV, pip install -e '.[langgraph]'" in said

@@ -64,7 +64,8 @@ def comparison_notes(pooled: GroupRun, alone: GroupRun, again: GroupRun) -> list
     return [
         *notes,
         "Tokens are compared exactly before they are shared. What differs is rounding:",
-        "sums depend on the cells and batches that a prompt is in, also without pools.",
+        "sums depend on the cells and batches that a prompt is in, also without pools,",
+        "and so small a model often has two words that are almost equally likely.",
         f"The same, word for word: {n_same} of {n_all} answers with and without pools, {n_same_alone} of {n_all}",
         "when the plain server was asked twice, the second time out of its own slots.",
     ]
