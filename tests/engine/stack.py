@@ -33,15 +33,13 @@ class ProxyStack:
         command += ["--model", str(model), "--port", "0", "--engine-port", "0", "--mode", mode, "--state", ":memory:"]
         self._command = [*command, *up_args, "--", *engine_args]
         self.log_path = log_dir / "polykvctl-up.log"
-        self._state = log_dir / "state"
         self._process: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> Self:
-        own = {"POLYKV_STATE_DIR": str(self._state)}
         kept = {name: value for name, value in os.environ.items() if not name.startswith("POLYKV_")}
         with self.log_path.open("w") as log:
             self._process = subprocess.Popen(
-                self._command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, text=True, env=kept | own
+                self._command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, text=True, env=kept
             )
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
