@@ -9,7 +9,7 @@ import pytest
 
 from polykv_proxy.control import Outcome
 from tests.control.conftest import Plane, eventually, planes
-from tests.control.test_retention import attach_session, decide, residencies, run_session
+from tests.control.test_retention import attach_session, decide, end_session, residencies, run_session
 from tests.control.test_warm_pools import books_hold, evict, n_prefilled
 from tests.fake_engine import FakeEngine, Hold, reply
 
@@ -69,7 +69,7 @@ async def test_a_pool_in_use_stays_and_leaves_when_its_time_is_over_again(plane)
     run_session(plane, "s", "child")
     await some_beats(plane)
     assert residencies(plane) == {"root": "resident", "child": "resident"}
-    plane.control.drop_session("s")
+    end_session(plane, "s")
     await eventually(lambda: residencies(plane)["child"] == "warm")
     assert plane.control.clock() - plane.control.tree.get("child").last_use_s >= SOON
     await eventually(lambda: residencies(plane)["root"] == "warm")
@@ -206,7 +206,7 @@ async def test_nothing_moves_for_nothing(engine):
         await plane.create(tokens=[4] * 10, name="low", pin=True)
         await some_beats(plane)
         assert (engine.cache.hi(), plane.control.tier.facts().n_moved) == (1200, 0)
-        plane.control.drop_session("s")
+        end_session(plane, "s")
         await eventually(lambda: engine.cache.hi() == 210)
         assert plane.control.tier.facts().n_moved == 1
 

@@ -13,6 +13,7 @@ import pytest
 from polykv_proxy.app import CONTROL, serving
 from polykv_proxy.config import load_settings
 from polykv_proxy.control import AttachPlan, AttachRequest, Outcome
+from polykv_proxy.sessions import Usage
 from polykv_proxy.tree.prefix import make_tokens
 from tests.control.conftest import Plane, eventually, planes
 from tests.fake_engine import FakeEngine, Hold
@@ -49,6 +50,14 @@ def run_session(plane: Plane, session: str, ref: str) -> None:
     attach_session(plane, session, ref)
     books, now_s = plane.control.sessions, plane.control.clock()
     books.begin(books.name(session, now_s), now_s).sent(now_s, None, plane.control.tree.get(ref).pool_id)
+
+
+def end_session(plane: Plane, session: str) -> None:
+    """Its turn ends, and it is forgotten."""
+    books = plane.control.sessions
+    for turn in [turn for turn in books.running.values() if turn.session.session_id == session]:
+        books.end(turn, Usage(), plane.control.clock())
+    plane.control.drop_session(session)
 
 
 def residencies(plane: Plane) -> dict[str | None, str]:
