@@ -33,27 +33,16 @@ ASLEEP = Excuse(
     "what the proxy adds to `/metrics` says less of an engine that sleeps (no epoch, no cells); llama-server's part is "
     "the same",
 )
-_NOT_LOOKED_UP = 'assert "updating prompt cache" in log.drain()'
-SLOT_NAMED = Excuse(
-    _NOT_LOOKED_UP,
-    "in auto mode the proxy names the slot, and into a named one that is empty llama-server loads nothing of what it "
-    "saved (`--cache-ram`). So where it empties idle slots (`--cache-idle-slots`, its default, with a unified cache "
-    "and several slots) a conversation without a pool is prefilled whole once another request was there. "
-    "`--no-cache-idle-slots`, as `polykvctl up` has it, or `POLYKV_MODE=explicit` gives it back",
-)
 FIRST_SLOT_NAMED = Excuse(
-    _NOT_LOOKED_UP,
+    'assert "updating prompt cache" in log.drain()',
     "in auto mode the proxy names slots until it sees that llama-server empties them, after the first two sessions; "
     "then it names none, and what was saved (`--cache-ram`) is loaded as without the proxy",
 )
-_RESTORED = "test_kv_keep_only_active::test_clear_and_restore"
 _OF_PROXY = {"test_metrics::test_metrics_disabled": OWN_METRICS}
 EXCUSED: dict[str, dict[str, Excuse]] = {
     "patched": _OF_POOLS,
-    "proxy": _OF_POOLS
-    | _OF_PROXY
-    | {_RESTORED: SLOT_NAMED, "test_sleep::test_server_sleep_read_only_endpoints": ASLEEP},
-    "proxy-stock": _OF_PROXY | {_RESTORED: FIRST_SLOT_NAMED},
+    "proxy": _OF_POOLS | _OF_PROXY | {"test_sleep::test_server_sleep_read_only_endpoints": ASLEEP},
+    "proxy-stock": _OF_PROXY | {"test_kv_keep_only_active::test_clear_and_restore": FIRST_SLOT_NAMED},
 }
 
 

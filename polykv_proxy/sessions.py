@@ -225,7 +225,8 @@ class SessionBook:
     def recognise(self, conversation: Conversation | None, now_s: float) -> Session | None:
         """The idle unnamed session that this conversation continues: its messages, an assistant's answer, new ones.
 
-        The longest match wins. It is claimed by being run: a running session is never recognised again.
+        The longest match wins, and of several that said the same one of which something is left, in a slot or saved. It
+        is claimed by being run: a running session is never recognised again.
         """
         if conversation is None or not self._marks or not conversation.has_answers:
             return None
@@ -233,10 +234,10 @@ class SessionBook:
         for length in lengths:
             if length > len(conversation) or not conversation.answered_at(length):
                 continue
-            for session_id in self._marks.get(conversation.mark_at(length), ()):
-                session = self._sessions[session_id]
-                if not session.turns and self.is_open(session, now_s):
-                    return session
+            said_so = (self._sessions[one] for one in self._marks.get(conversation.mark_at(length), ()))
+            idle = [session for session in said_so if not session.turns and self.is_open(session, now_s)]
+            if idle:
+                return max(idle, key=lambda session: (session.slot_id is not None, session.saved))
         return None
 
     def make(self, now_s: float) -> Session:

@@ -78,8 +78,8 @@ def cache_idle_slots(facts: Facts) -> Finding | None:
         "idle_slots_cleared",
         "warning",
         "llama-server empties idle slots whenever a request starts (--cache-idle-slots, its default)",
-        "in auto mode a session without a pool prefills everything again once another request was there (llama-server "
-        "loads nothing from host memory into an empty slot that is named), and from_session finds its slot empty",
+        "a session without a pool comes back by a copy from host memory, or by a prefill once --cache-ram is full, and "
+        "from_session finds its slot empty",
         "--no-cache-idle-slots, as `polykvctl up` does",
     )
 

@@ -80,6 +80,24 @@ def test_idle_slots_that_share_are_not_emptied(chat_model: Path, tmp_path: Path,
         assert told.tokens == client.full(prompt)
 
 
+def test_slots_that_were_emptied_get_back_what_was_saved(chat_model: Path, tmp_path: Path, noise: Noise) -> None:
+    """--cache-idle-slots with --cache-ram, llama-server's defaults: conversations without a pool take turns, each named
+    into its own slot, which is empty by then. As where llama-server chooses, they come back from host memory."""
+    with client_of(chat_model, tmp_path, noise, "--cache-idle-slots", "--cache-ram", "1024") as client:
+        client.make_pool()
+        said = [noise(2, 150), noise(3, 150)]
+        for turn in range(3):
+            for agent in range(2):
+                told = ask(client, said[agent], f"agent-{agent}")
+                [(n_pool, n_cached)] = told.shared
+                assert n_pool == 0
+                assert n_cached >= (len(said[agent]) - 20 if turn else 0)
+                assert told.tokens == client.full(said[agent])
+                said[agent] += noise(10 * turn + agent + 20, 20)
+        pooled = ask(client, client.trunk + said[0], "pooled")
+        assert pooled.shared == [(TRUNK_LEN, TRUNK_LEN)]
+
+
 # Shifting ---------------------------------------------------------------------------------------------------------
 
 

@@ -123,6 +123,19 @@ def test_a_repeated_question_is_no_continuation() -> None:
     assert book.recognise(user_twice, 1) is None
 
 
+def test_of_several_that_said_the_same_one_goes_on_of_which_something_is_left() -> None:
+    book = SessionBook()
+    lost, saved, in_slot = (book.make(0) for _ in range(3))
+    for session in (lost, saved, in_slot):
+        run_turn(book, session, chat("hi"))
+    following = chat("hi", "hello", "more")
+    assert book.recognise(following, 1) is lost
+    book.set_saved(saved, 1)
+    assert book.recognise(following, 1) is saved
+    in_slot.slot_id = SlotId(0)
+    assert book.recognise(following, 1) is in_slot
+
+
 def test_the_longest_match_wins() -> None:
     book = SessionBook()
     short, long = book.make(0), book.make(0)
