@@ -20,8 +20,10 @@ from pathlib import Path
 
 LAUNCHER = """
 import array, json, os, signal, socket, sys
-at = socket.socket(socket.AF_UNIX)
-at.connect(sys.argv[1])
+at, here = socket.socket(socket.AF_UNIX), os.getcwd()
+os.chdir(os.path.dirname(sys.argv[1]))  # addresses of sockets are short
+at.connect(os.path.basename(sys.argv[1]))
+os.chdir(here)
 signal.signal(signal.SIGTERM, lambda *_: at.send(b"T"))
 signal.signal(signal.SIGINT, lambda *_: at.send(b"T"))
 asked = json.dumps({"arguments": sys.argv[2:], "environment": dict(os.environ), "folder": os.getcwd()}).encode()
@@ -86,7 +88,8 @@ def nurse(at: Path, become: Become) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the launchers wait for them
     gc.freeze()
     with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(at))
+        with contextlib.chdir(at.parent):  # addresses of sockets are short
+            listener.bind(at.name)
         listener.listen()
         print("ready", flush=True)
         while True:
