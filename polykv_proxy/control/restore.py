@@ -221,7 +221,10 @@ class Restorer:
         return all(p.residency == "warm" or self._residency.held(p) is not None for p in above)
 
     async def _bring(self, wanted: Sequence[Pool], epoch: str) -> None:
-        for place, pool in enumerate(wanted):
+        is_full = False
+        for pool in wanted:
+            if is_full and not pool.pin:
+                continue
             try:
                 n_given_way = 0
                 while has_room := await self._rest_until_it_may_come(pool, epoch):
@@ -229,9 +232,8 @@ class Restorer:
                         break
                     n_given_way += 1
                 if has_room is False:
-                    n_left = len(wanted) - place
-                    log.info("%d of them stay cold until they are asked for: the engine has no room for more", n_left)
-                    return
+                    is_full = True
+                    log.info("those that are not pinned stay cold until they are asked for: the engine has no room")
             except PolyKVError as e:
                 log.info("pool %s stays cold until it is asked for: %s", pool.label, e.message)
 
@@ -255,8 +257,10 @@ class Restorer:
                 return False
 
     def _disturbs(self, pool: Pool) -> bool:
-        """Requests are under way, which a prefill for nobody would slow down."""
-        return not pool.pin and bool(self._sessions.running) and not self._is_saved(pool)
+        """Requests are under way, which a prefill for nobody would slow down. Not one that was released meanwhile."""
+        if pool.pin or not self._sessions.running or self._tree.find(pool.pool_id) is not pool:
+            return False
+        return not self._is_saved(pool)
 
     async def _ensure_behind_others(self, pool: Pool, *, last: bool) -> bool:
         """Bring it back, unless somebody comes meanwhile who needs the engine for something else. Gives whether it is.

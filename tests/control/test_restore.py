@@ -329,6 +329,34 @@ async def test_what_comes_back_for_nobody_does_not_slow_down_a_request(engine, s
         await eventually(lambda: {p.label for p in plane.control.tree.residents()} == {"p", "recent"})
 
 
+async def test_one_that_is_released_while_it_waits_to_come_back_keeps_no_other_away(engine, state):
+    async with planes(engine, state=state) as plane:
+        for name in "abc":
+            await plane.create(prompt=name * SHORT, name=name)
+        sessions = plane.control.sessions
+        turn = sessions.begin(sessions.name(SessionId("busy"), 0.0), 0.0)
+        await engine.restart()
+        await eventually(lambda: plane.control.restorer._bringing is not None)
+        await asyncio.sleep(0.2)
+        assert (await plane.call("DELETE", "/polykv/pools/c"))[0] == 200  # the last used, so the first to come
+        await asyncio.sleep(0.2)
+        assert engine.hooks.n_materialized == 0
+        sessions.end(turn, Usage(), 0.0)
+        await eventually(lambda: {p.label for p in plane.control.tree.residents()} == {"a", "b"})
+
+
+async def test_pinned_pools_come_back_behind_one_that_has_no_room(state):
+    """Saved ones come before what must be prefilled, pinned or not."""
+    async with FakeEngine(max_pools=3) as engine, planes(engine, state=state) as plane:
+        for name, pin in (("s", False), ("t", False), ("p", True)):
+            await plane.create(prompt=name * SHORT, name=name, pin=pin)
+        plane.control.restorer._is_saved = lambda pool: not pool.pin
+        engine.max_pools = 1
+        await engine.restart()
+        await eventually(lambda: engine.hooks.n_materialized == 2)
+        await eventually(lambda: [pool.label for pool in plane.control.tree.residents()] == ["p"])
+
+
 async def test_a_pinned_pool_comes_back_though_others_are_asked_for_without_end(engine, state, monkeypatch):
     monkeypatch.setattr("polykv_proxy.control.restore.MAX_GIVEN_WAY", 2)
     async with planes(engine, state=state) as plane:
