@@ -65,15 +65,15 @@ def check_framing(request: web.Request) -> None:
 
     HTTP/1.0 knows no chunks. Codings other than chunks would have to be undone here, and are not.
     """
-    coding = request.headers.get("Transfer-Encoding")
-    if coding is None and request.version in _SERVED and request.method != "CONNECT":
+    coding, version = request.headers.get("Transfer-Encoding"), request._version  # which is remembered once it is asked
+    if coding is None and version in _SERVED and request.method != "CONNECT":
         return
-    if request.version not in _SERVED:
+    if version not in _SERVED:
         request._version = HttpVersion11  # of the answer
         why = "only HTTP/1.1 and HTTP/1.0 are served here"
     elif request.method == "CONNECT":
         why = "CONNECT is not served: there is no tunnel through here"
-    elif request.version < HttpVersion11:
+    elif version < HttpVersion11:
         why = "Transfer-Encoding in HTTP/1.0"
     elif coding is not None and coding.strip().lower() != "chunked":
         why = "the only Transfer-Encoding read here is chunked"

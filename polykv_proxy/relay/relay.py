@@ -178,7 +178,7 @@ class Relay:
             raise Draining("the proxy is shutting down")
         if not takes_a_slot:
             return await self._plain(request, target, path, request_id, await relayed_body(request))
-        if path not in ATTACHABLE or request.headers.get("Content-Encoding"):
+        if path not in ATTACHABLE or _is_written_otherwise(request):
             if by_header:
                 self._check_strict(read_fields({}, request.headers))
             with self._floating():
@@ -274,3 +274,9 @@ class Relay:
     async def _busy_slots(self) -> Collection[SlotId]:
         stats = await self.control.engine.stats()
         return {SlotId(slot.id) for slot in stats.slots if not slot.idle}
+
+
+def _is_written_otherwise(request: web.Request) -> bool:
+    """Packed, or as a form: llama-server reads it, and nobody here does."""
+    headers = request.headers
+    return "Content-Encoding" in headers or headers.get("Content-Type", "").lower().startswith("multipart/")

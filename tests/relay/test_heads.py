@@ -134,3 +134,9 @@ async def test_a_head_that_is_not_complete_in_time_has_none_either(make_proxy: P
                 head, _, body = (await reader.read(-1)).partition(b"\r\n\r\n")
             assert head.startswith(b"HTTP/1.1 408 ")
             assert bool(body) == has_body
+
+
+@pytest.mark.parametrize("version", [b" HTTP/2.0", b" HTTP/0.9", b""])
+async def test_an_answer_is_of_a_version_that_is_served(proxy: Proxy, version: bytes) -> None:
+    head, _ = await exchange(proxy.url, b"GET /health" + version + b"\r\nHost: localhost\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ")

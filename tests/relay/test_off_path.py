@@ -4,7 +4,9 @@ import asyncio
 
 import pytest
 
+from tests.fake_engine import FakeEngine
 from tests.relay.conftest import ProxyMaker
+from tests.relay.dialect_cases import PATHS
 from tests.relay.raw import HANG_UP, OK, RawEngine, connected, exchange, get, post, unchunked
 
 BODY = (
@@ -80,6 +82,19 @@ async def test_a_compressed_body_is_not_looked_into(make_proxy: ProxyMaker) -> N
         await exchange(proxy.url, post("/v1/chat/completions", body, "Content-Encoding: gzip\r\n"))
         assert engine.bodies[-1] == body
         assert engine.header("content-encoding") == ["gzip"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_form_is_not_looked_into(make_proxy: ProxyMaker, path: str) -> None:
+    """llama-server reads fields of a form as well, here and there."""
+    form = b'--b\r\nContent-Disposition: form-data; name="input"\r\n\r\nhello\r\n--b--\r\n'
+    kind = {"content-type": "Multipart/form-data; boundary=b"}
+    async with FakeEngine() as engine, make_proxy(engine.url) as proxy:
+        await proxy.pool(tokens=[1, 2, 3])
+        through = await proxy.client.post(path, content=form, headers=kind)
+        direct = await proxy.client.post(engine.url + path, content=form, headers=kind)
+        assert (through.status_code, through.content) == (direct.status_code, direct.content)
+        assert [received.body for received in engine.requests(path)] == [form, form]
 
 
 async def test_headers_of_one_hop_and_keys_stop_here(make_proxy: ProxyMaker) -> None:
