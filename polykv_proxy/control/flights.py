@@ -32,8 +32,9 @@ GRANT_S, STEP_S = 1.0, 0.1
 """So long a leader without a slot is waited for, and an engine that does not share cells that are there."""
 
 ASKED_S = 5.0
-"""So long for the engine to say what a leader left that is done: it answers between two batches of somebody else, and
-who does not wait would stand behind those, too, with more to prefill."""
+"""So long for the engine to say what a leader left that is done, and to be done with one that left: it answers between
+two batches of somebody else, looks for its clients once a second, and who does not wait would stand behind those
+batches, too, with more to prefill."""
 
 MAX_MISSES = 25
 """So often a slot may turn out to hold something else, before the pool is made without it."""
@@ -51,7 +52,8 @@ class Flight:
     """``wished``: where pools are wanted besides those for who waits. ``slot_id``: where the leader was seen last.
 
     ``refused``: the slot has so many tokens, but the engine did not share them. ``prefills``: the pool is being made.
-    ``was_fetched``: what was saved of a leader that is done was asked for. ``asks``: the engine is to answer.
+    ``was_fetched``: what was saved of a leader that is done was asked for. ``asks``: the engine is to answer, or to let
+    go of a leader that left.
     """
 
     leader: Prompt
@@ -182,10 +184,8 @@ class Flights:
         """Follow the leader until there is a pool. Gives whether there is. Raises UpstreamError and its heirs."""
         while flight.n_misses < MAX_MISSES:
             flight.asks = True
-            try:
-                slot = await self._look(flight)
-            finally:
-                flight.asks = False
+            slot = await self._look(flight)
+            flight.asks = not flight.leader.runs and slot is not None and not slot.idle
             if slot is not None and self._holds_enough(flight, slot):
                 if await self._share(flight, SlotId(slot.id)):
                     return True

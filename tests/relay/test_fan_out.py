@@ -157,6 +157,30 @@ async def test_the_next_one_gets_the_slot_with_what_was_prefilled(engine: FakeEn
     assert proxy.control.sessions.get(WORDS[1]).slot_id == slot.id  # type: ignore[union-attr]
 
 
+async def test_a_leader_that_left_is_waited_for_until_the_engine_lets_go_of_it(
+    engine: FakeEngine, proxy: Proxy
+) -> None:
+    """Which looks for its clients once a second."""
+    hold, looks = Hold(), Hold()
+    engine.on(CHAT, "prefill", hold)
+    first = asyncio.create_task(ask(proxy, WORDS[0]))
+    await hold.reached()
+    (slot,) = [slot for slot in engine.slots if slot.state == "prompt"]
+    engine.cache.append(slot, engine.template.render(CHAT, body_of(CHAT))[0][0][:200])
+    other = asyncio.create_task(ask(proxy, WORDS[1]))
+    await until(lambda: proxy.control.fan_out.n_waiting == 1)
+    engine.on("stats", "request", looks, times=None)
+    await looks.reached()
+    first.cancel()
+    await until(lambda: slot.state == "idle")
+    slot.state = "prompt"
+    looks.release()
+    await asyncio.sleep(1.5)  # longer than a leader without a slot is waited for
+    assert proxy.control.fan_out.n_waiting == 1
+    slot.state = "idle"
+    assert (await other)["cached_n_tokens"] == 200
+
+
 async def test_that_slot_is_to_be_had_before_anybody_looks_at_it_again(
     engine: FakeEngine, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
