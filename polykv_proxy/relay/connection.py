@@ -44,7 +44,8 @@ _UNREADABLE: dict[type[Exception], str] = {
 
 _NO_REQUEST = (
     "this is no request of HTTP/1.1 that can be read in one way only: it may be another protocol (https?), lack its "
-    "Host, have two Content-Lengths or one beside Transfer-Encoding, or a blank or control character in a header"
+    "Host, have two Hosts, Content-Types, User-Agents or Content-Lengths, one beside Transfer-Encoding, or a blank or "
+    "control character in a header"
 )
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

@@ -161,6 +161,8 @@ HEADERS = {
     "a tab in the value": served(get(b"X-A: a\tb\r\n"), b"GET /a"),
     "too many": refused(get(b"".join(b"X-%d: a\r\n" % i for i in range(128))), 431),
     "just not too many": served(get(b"".join(b"X-%d: a\r\n" % i for i in range(126))), b"GET /a"),
+    "two Content-Types": refused(post(b"Content-Type: a\r\ncontent-type: a\r\nContent-Length: 2\r\n", b"[]")),
+    "two User-Agents": refused(get(b"User-Agent: a\r\nUser-Agent: b\r\n")),
     "too long": refused(get(b"X-A: " + b"a" * 33_000 + b"\r\n"), 431),
     "a long name": refused(get(b"X" * 33_000 + b": a\r\n"), 431),
 }

@@ -147,6 +147,10 @@ def could_be_rewritten(body: bytes) -> bool:
     return isinstance(parsed, dict) and not {"id_slot", "tool_choice", *ENGINE_FIELDS}.isdisjoint(parsed)
 
 
+ONCE = (b"content-type", b"user-agent")
+"""Of the headers that are tried here those that may come once only."""
+
+
 def play(stage: Stage, mode: str, sent: list[tuple[bytes, str, bytes]]) -> None:
     stage.errors.clear()
     replies = stage.do(stage.play(mode, [request for request, _, _ in sent]))
@@ -159,7 +163,11 @@ def play(stage: Stage, mode: str, sent: list[tuple[bytes, str, bytes]]) -> None:
     arrived = [r.body for r in stage.engines[mode].received if r.method == "POST"]
     if mode == "auto":
         arrived = [ADDED.sub(b"", body) for body in arrived]
-    for (request, path, body), (_, said) in zip(sent, replies, strict=True):
+    for (request, path, body), (head, said) in zip(sent, replies, strict=True):
+        names = [line.partition(b":")[0].lower() for line in request.partition(b"\r\n\r\n")[0].split(b"\r\n")]
+        if any(names.count(name) > 1 for name in ONCE):
+            assert head.startswith(b"HTTP/1.1 400 "), request
+            continue
         if path.startswith("/slots") and b'"code":"forbidden"' in said:
             continue  # of a foreign page, by its Origin: it would read what others asked
         named = any(name in request.lower() for name in (b"x-session-id:", b"x-pool-id:", b"x-polykv-"))
