@@ -19,7 +19,8 @@ def keep_what_follows(connection: "PatientHandler", message: RawRequestMessage, 
     if message.headers.get("Upgrade", "").lower() == "websocket":
         return
     data = data.lstrip(b"\r\n")
-    if not is_whole or message.chunked:
+    is_full = len(connection._messages) >= connection._max_msg_queue_size  # the parser would take it, and stop there
+    if not is_whole or is_full or message.chunked:
         closing = message._replace(should_close=True)
         connection._messages[-1] = (closing, connection._messages[-1][1])
         return

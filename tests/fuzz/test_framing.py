@@ -280,6 +280,19 @@ async def test_half_a_request_behind_an_upgrade_never_makes_one_of_its_other_hal
         assert [head.split(b" ")[1] for head in engine.heads] == [b"/a"]
 
 
+async def test_of_a_crowd_of_upgrades_as_many_are_answered_as_are_queued(make_proxy: ProxyMaker) -> None:
+    """Then the connection ends; nobody waits for what the parser forgot."""
+    async with RawEngine() as engine, make_proxy(engine.url) as proxy:
+        async with connected(proxy.url) as (reader, writer), asyncio.timeout(PATIENCE_S):
+            writer.write(get(H2C) * 100)
+            try:
+                got = await reader.read(-1)
+            except ConnectionResetError:  # it hung up with bytes of ours unread
+                got = b""
+        assert len(engine.heads) >= 32
+        assert len(engine.heads) >= got.count(b"HTTP/1.1 200 OK\r\n")
+
+
 async def test_what_is_no_request_behind_an_upgrade_is_refused(make_proxy: ProxyMaker) -> None:
     async with RawEngine() as engine, make_proxy(engine.url) as proxy:
         statuses, got = await play(proxy.url, Probe(get(H2C) + b"\0"))
