@@ -154,9 +154,8 @@ class EngineWatch:
         now = (self.state, self.hooks, self.epoch)
         if now != self._told:
             lines = self._report()
-            if (
-                self._told is None or now[:2] != self._told[:2] or lines != self._reported
-            ):  # a restart with the same flags says nothing new
+            # A restart with the same flags says nothing new.
+            if self._told is None or now[:2] != self._told[:2] or lines != self._reported:
                 for level, line in lines:
                     log.log(level, line)
             self._told, self._reported = now, lines
