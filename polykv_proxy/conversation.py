@@ -86,7 +86,7 @@ class Conversation:
     def has_answers(self) -> bool:
         """It can be the next turn of something."""
         if self._answers is None:
-            self._answers = self._messages is None or any(_is_answer(message) for message in self._messages)
+            self._answers = self._messages is None or any(map(_is_answer, self._messages))
         return self._answers
 
     def answered_at(self, length: int) -> bool:

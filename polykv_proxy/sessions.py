@@ -80,7 +80,7 @@ class Session:
     @property
     def is_sent(self) -> bool:
         """The engine is at one of its turns."""
-        return any(turn.sent_s is not None for turn in self.turns.values())
+        return bool(self.turns) and any(turn.sent_s is not None for turn in self.turns.values())
 
     @property
     def may_return(self) -> bool:

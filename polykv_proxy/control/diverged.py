@@ -77,7 +77,7 @@ class _Shelf(OrderedDict[Key, LastPrompt], Generic[Key]):
         self[key] = prompt
         self.n_bytes += prompt.n_bytes
         while len(self) > MAX_PROMPTS or self.n_bytes > MAX_BYTES:
-            self.drop(next(iter(self)))
+            self.n_bytes -= self.popitem(last=False)[1].n_bytes
 
     def drop(self, key: Key) -> None:
         before = self.pop(key, None)

@@ -72,9 +72,13 @@ class Parking(SlotStates):
 
     def leaving(self, displaced: Sequence[Displaced]) -> list[Displaced]:
         """These sessions have no slot any more. Gives those whose conversation is still in it, and may go on."""
-        left = [one for one in displaced if self._was_there(one)]
+        left: list[Displaced] = []
         for one in displaced:
-            self._sessions.displaced(one.session)
+            session = self._sessions.get(one.session)
+            if session is not None:
+                if _was_there(session, one.slot_id):
+                    left.append(one)
+                session.slot_id = None
         return left
 
     def prepare(
@@ -189,13 +193,6 @@ class Parking(SlotStates):
                     session.slot_id, session.held_n_tokens, session.held_s = slot_id, loaded.n_tokens, self._clock()
             finally:
                 self._deliver(self._slots.unreserve(slot_id, self._clock(), filled_for=filled_for))
-
-    def _was_there(self, one: Displaced) -> bool:
-        """Its last turn ran in this slot, and nobody else's since, by the book."""
-        session = self._sessions.get(one.session)
-        if session is None or session.is_sent or not session.may_return:
-            return False
-        return session.slot_id == one.slot_id
 
     def _is_there(self, session: Session, slot_id: SlotId) -> bool:
         """Unless newer stats say that the engine took the cells of the session's own slot, it is."""
@@ -315,3 +312,8 @@ class Parking(SlotStates):
         async with self._alone(session_id):
             if self._sessions.get(session_id) is None and self._saved.find(tag) is not None:
                 await self._saved.forget(tag)
+
+
+def _was_there(session: Session, slot_id: SlotId) -> bool:
+    """Its last turn ran in this slot, and nobody else's since, by the book. And it may go on."""
+    return session.slot_id == slot_id and session.may_return and not session.is_sent

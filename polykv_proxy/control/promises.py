@@ -56,6 +56,8 @@ class Promises:
 
     def is_put_off(self) -> bool:
         """This task was announced, and not counted since."""
+        if len(self._promises) == self._n_counted:
+            return False  # nobody is
         own = self._promises.get(this_task())
         return own is not None and not own.counted
 

@@ -136,8 +136,8 @@ class Place:
 
     def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
         """What was dismissed ends with that error, unless its client left as well."""
-        task = asyncio.current_task()
-        if self._dismissed is None or task is None:
+        if self._dismissed is None:
             return
-        if task.uncancel() == 0 and isinstance(exc, asyncio.CancelledError):
+        task = asyncio.current_task()
+        if task is not None and task.uncancel() == 0 and isinstance(exc, asyncio.CancelledError):
             raise self._dismissed from None

@@ -136,6 +136,11 @@ class PatientHandler(web.RequestHandler):
                 self._waits_s = self._heard_s
             self._begun = begun[:_LINE_BEGINS]
 
+    def resume_reading(self, resume_parser: bool = True) -> None:
+        """aiohttp asks for it at every read of a body; when nothing was paused there is nothing to go on with."""
+        if self._reading_paused or self._buffer_paused:
+            super().resume_reading(resume_parser)
+
     def look(self) -> None:
         """Let go of a client that had its time."""
         now_s, patience = self._slow.now_s, self._slow.patience

@@ -131,7 +131,7 @@ class TurnRelay(Reply):
             record.slot_id = self._pin.slot_id if self._pin is not None else self._slot_id
             if self._sent and not self._complete and record.error is None:
                 record.error = "incomplete"
-            elif is_answered and call.n_finals == 1 and is_cut(usage, call.body, self._control.ctx_total):
+            elif is_answered and call.n_finals == 1 and is_cut(usage, call.body, self._receipt.ctx_total):
                 record.error = "truncated"
                 self._costs.n_truncated += 1
             self._control.parking.tend()

@@ -42,6 +42,11 @@ class EngineConnection(ResponseHandler):
         if data:
             super().data_received(data)
 
+    def resume_reading(self, resume_parser: bool = True) -> None:
+        """aiohttp asks for it at every read of a body; when nothing was paused there is nothing to go on with."""
+        if self._reading_paused or self._buffer_paused:
+            super().resume_reading(resume_parser)
+
     def _is_between_replies(self) -> bool:
         """A body that quotes such a head is only a body."""
         return self._payload is None or self._payload.is_eof()
