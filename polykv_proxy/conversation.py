@@ -56,13 +56,14 @@ class Conversation:
 
     def mark(self) -> Mark | None:
         """Where it stands now; None when it says nothing."""
-        if self._mark is None and len(self):
-            self._mark = self.mark_at(len(self))
+        if self._mark is None and (length := len(self)):
+            self._mark = self.mark_at(length)
         return self._mark
 
     def mark_at(self, length: int) -> Mark:
-        digest = xxhash.xxh64_intdigest(self._text[:length]) if self.is_text else self._hashed()[length]
-        return Mark(self.scope, length, digest, self.is_text)
+        digests, is_text = self._digests or self._hashed(), self._messages is None
+        digest = xxhash.xxh64_intdigest(self._text[:length]) if is_text else digests[length]
+        return Mark(digests[0], length, digest, is_text)
 
     def covers(self, mark: Mark) -> bool:
         """Whether it begins with all that ``mark`` stands for."""

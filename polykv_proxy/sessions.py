@@ -241,15 +241,14 @@ class SessionBook:
         return None
 
     def make(self, now_s: float) -> Session:
-        """A session for a client that named none and was not recognised."""
+        """A session for a client that named none and was not recognised. Its first turn has to ``begin`` now."""
         self._n_made += 1
         session = Session(SessionId(f"anon-{self.run}-{self._n_made}"), False, now_s, now_s)
         self._sessions[session.session_id] = session
-        self._rest(session)
         return session
 
     def begin(self, session: Session, now_s: float) -> Turn:
-        if not session.turns:
+        if not session.turns and (session.n_turns or session.named):
             self._rouse(session)
         self._n_turns += 1
         number = 1

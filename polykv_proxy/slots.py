@@ -126,11 +126,15 @@ class SlotBook:
                 slot.ticket_id, slot.n_outside = before.ticket_id, before.n_outside
         return self._pump(now_s)
 
+    def take(self, ticket: Ticket, now_s: float) -> Grant | None:
+        """What can be granted at once; None when there is a line to stand in (``request``)."""
+        free = self._free_for(ticket) if not self._waiting else None
+        return self._grant(ticket, free, now_s) if free else None
+
     def request(self, ticket: Ticket, now_s: float) -> list[Grant]:
-        if not self._waiting:
-            free = self._free_for(ticket)
-            if free:
-                return [self._grant(ticket, free, now_s)]
+        grant = self.take(ticket, now_s)
+        if grant is not None:
+            return [grant]
         self._waiting[ticket.ticket_id] = ticket
         return []
 
@@ -144,7 +148,8 @@ class SlotBook:
         if grant is None:
             return []
         self._may_be_unsure |= unsure
-        mark = grant.ticket.conversation.mark() if grant.ticket.conversation else None
+        said = grant.ticket.conversation
+        mark = said.mark() if said is not None else None
         for slot_id in grant.slots:
             slot = self._slots[slot_id] if slot_id < len(self._slots) else None
             if slot is not None and slot.ticket_id == ticket_id:

@@ -98,10 +98,10 @@ class Place:
     As a context it is where the waiting is done: there it can be dismissed, as long as it has not left.
     """
 
-    __slots__ = ("_backlog", "_dismissed", "_n_bytes", "_task")
+    __slots__ = ("_backlog", "_dismissed", "_left", "_n_bytes", "_task")
 
     def __init__(self, backlog: Backlog):
-        self._backlog, self._n_bytes = backlog, 0
+        self._backlog, self._n_bytes, self._left = backlog, 0, False
         self._task: asyncio.Task[object] | None = None
         self._dismissed: PolyKVError | None = None
 
@@ -119,6 +119,9 @@ class Place:
 
     def leave(self, *, sent: bool = False) -> None:
         """It goes out (``sent``), or is over. A second time it changes nothing."""
+        if self._left:
+            return
+        self._left = True
         self._backlog.n_bytes -= self._n_bytes
         self._n_bytes, self._task = 0, None
         self._backlog.drop(self, sent=sent)

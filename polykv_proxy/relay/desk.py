@@ -34,6 +34,10 @@ class SlotDesk:
     def n_waiting(self) -> int:
         return len(self._waiting)
 
+    def take(self, session: SessionId | None, n: int, conversation: Conversation | None) -> Grant | None:
+        """``n`` slots that are free now; None when there is a line to stand in."""
+        return self.book.take(Ticket(next(self._numbers), session, n, conversation), self._clock())
+
     async def acquire(
         self,
         session: SessionId | None,

@@ -15,7 +15,7 @@ from polykv_proxy.control import Control
 from polykv_proxy.control.policies import FIELDS as POLICY_FIELDS
 from polykv_proxy.ids import SlotId
 from polykv_proxy.relay.json_bytes import edit, elements, members
-from polykv_proxy.relay.pump import begin, pump_plain, raw_headers_of, relayed_body
+from polykv_proxy.relay.pump import begin, pump_plain, relayed_body
 from polykv_proxy.sessions import Session
 from polykv_proxy.upstream import SlotStats
 
@@ -28,9 +28,8 @@ async def engine_view(
     request: web.Request, control: Control, target: str, path: str, request_id: str
 ) -> web.StreamResponse:
     """Serve one of ``VIEWS``. Raises UpstreamError and its heirs."""
-    headers, body = raw_headers_of(request, _UNPACKED), await relayed_body(request)
-    extra = [("x-request-id", request_id)]
-    async with await control.engine.open("GET", target, headers, body) as upstream:
+    body, extra = await relayed_body(request), [("x-request-id", request_id)]
+    async with await control.engine.open("GET", target, request.raw_headers, body, drop=_UNPACKED) as upstream:
         if upstream.status != 200:
             return await pump_plain(request, upstream, extra, None)
         text = await upstream.read()

@@ -52,7 +52,7 @@ async def _of_engine(control: Control, origins: Iterable[str]) -> tuple[bytes, l
     nothing: tuple[bytes, list[tuple[str, str]]] = (b"", [])
     try:
         async with asyncio.timeout(ENGINE_PATIENCE_S):
-            asked = [("Origin", origin) for origin in origins]  # it says whom it lets read them
+            asked = [(b"Origin", origin.encode("utf-8", "surrogateescape")) for origin in origins]  # whom it lets read
             async with await control.engine.open("GET", "/metrics", asked) as upstream:
                 if upstream.status != 200:
                     return nothing

@@ -4,9 +4,9 @@ A piece goes out when it comes, the reader of a slow client slows the engine's c
 a reply that broke off never looks like one that ended: the connection is closed without its proper end.
 """
 
-import os
 import re
 from collections.abc import AsyncIterator, Callable, Iterable
+from random import getrandbits
 
 import orjson
 from aiohttp import HttpVersion10, HttpVersion11, web
@@ -17,7 +17,6 @@ from polykv_proxy.relay.cors import allowed
 from polykv_proxy.relay.dialects import Dialect
 from polykv_proxy.relay.refusals import refusal, refusal_event, refusal_headers
 from polykv_proxy.upstream import UpstreamResponse
-from polykv_proxy.upstream.headers import text_of
 
 _SANE_ID = re.compile(r"[A-Za-z0-9._:+/=-]{1,128}")
 _BEGUN = web.RequestKey("polykv_begun", bool)
@@ -36,9 +35,9 @@ class RelayedResponse(web.StreamResponse):
         super().__init__(status=status, reason=reason or None, headers=headers)
         # A head with a length travels with the first piece of its body, as llama-server sends it; of a stream it goes
         # ahead.
-        sized = "Content-Length" in self.headers
+        sized = "Content-Length" in headers
         self._send_headers_immediately = not sized
-        self._plain = sized and status == 200 and "Connection" not in self.headers
+        self._plain = sized and status == 200 and "Connection" not in headers
 
     async def _prepare_headers(self) -> None:
         """What aiohttp's does for a reply with a body of known length on a connection that stays: nothing to add."""
@@ -86,12 +85,7 @@ def check_framing(request: web.Request) -> None:
 def request_id_of(request: web.Request) -> str:
     """The client's own id if it is sane, else a new one."""
     given = request.headers.get("x-request-id", "")
-    return given if given and _SANE_ID.fullmatch(given) else os.urandom(16).hex()
-
-
-def raw_headers_of(request: web.Request, drop: frozenset[str] = frozenset()) -> list[tuple[str, str]]:
-    """As they came, in order, casing kept."""
-    return [(name, text_of(v)) for k, v in request.raw_headers if (name := k.decode("latin-1")).lower() not in drop]
+    return given if given and _SANE_ID.fullmatch(given) else f"{getrandbits(128):032x}"
 
 
 def is_sse(upstream: UpstreamResponse) -> bool:

@@ -47,7 +47,6 @@ from polykv_proxy.relay.pump import (
     has_begun,
     is_recorded,
     pump_plain,
-    raw_headers_of,
     read_body,
     refuse,
     relayed_body,
@@ -256,9 +255,10 @@ class Relay:
         self, request: web.Request, target: str, path: str, request_id: str, body: Body
     ) -> web.StreamResponse:
         drop = OWN_HEADERS if path in ATTACHABLE else frozenset[str]()
-        headers = raw_headers_of(request, drop)
         streams = isinstance(body, bytes) and b'"stream"' in body
-        async with await self.control.engine.open(request.method, target, headers, body, streams=streams) as upstream:
+        async with await self.control.engine.open(
+            request.method, target, request.raw_headers, body, drop=drop, streams=streams
+        ) as upstream:
             if request.method == "OPTIONS":
                 self.cors.heard(request, upstream)
             return await pump_plain(request, upstream, [("x-request-id", request_id)], ATTACHABLE.get(path))

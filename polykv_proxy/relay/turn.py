@@ -34,7 +34,7 @@ from polykv_proxy.relay.fields import OWN_HEADERS
 from polykv_proxy.relay.gating import Gating
 from polykv_proxy.relay.hints import beginnings_in
 from polykv_proxy.relay.kept_alive import KeptAlive, refused_late
-from polykv_proxy.relay.pump import cut, is_sse, mark_recorded, pump_plain, raw_headers_of, say_if_refused
+from polykv_proxy.relay.pump import cut, is_sse, mark_recorded, pump_plain, say_if_refused
 from polykv_proxy.relay.receipt import Receipt
 from polykv_proxy.relay.reply import Reply
 from polykv_proxy.relay.rewrite import rewrite
@@ -223,21 +223,22 @@ class TurnRelay(Reply):
         self, session: Session, n_slots: int, said: Conversation | None, look_first: bool, within_s: float
     ) -> int:
         """Gives how long it waited, in ms. Raises QueueTimeout (429)."""
-        since_s, in_line, waited_ms = self._clock(), False, 0
-
-        def stand_in_line() -> None:
-            nonlocal in_line
-            in_line = True
-            self._control.room.put_off()
-
-        try:
-            grant = await self._desk.acquire(
-                session.session_id, n_slots, said, look_first=look_first, on_wait=stand_in_line, within_s=within_s
-            )
-        except TimeoutError as e:
-            raise self._place.late() from e
-        finally:
-            if in_line or look_first:
+        waited_ms = 0
+        grant = self._desk.take(session.session_id, n_slots, said) if not look_first else None
+        if grant is None:
+            since_s = self._clock()
+            try:
+                grant = await self._desk.acquire(
+                    session.session_id,
+                    n_slots,
+                    said,
+                    look_first=look_first,
+                    on_wait=self._control.room.put_off,
+                    within_s=within_s,
+                )
+            except TimeoutError as e:
+                raise self._place.late() from e
+            finally:
                 waited_ms = self._hold("slot", self._clock() - since_s)
         self._grant, self._slot_id = grant, grant.slots[0]
         self._record.displaced = grant.displaced
@@ -327,9 +328,9 @@ class TurnRelay(Reply):
         if (marked := beginnings_in(self._call)) and self._control.hints.on:
             tokens = self._plan.tokens if self._plan is not None else None
             self._control.hints.follow(self._turn, self._call.path, self._call.body, marked, tokens)
-        headers = raw_headers_of(self._request, OWN_HEADERS)
+        headers = self._request.raw_headers
         async with await self._control.engine.open(
-            "POST", self._target, headers, body, streams=self._call.stream
+            "POST", self._target, headers, body, drop=OWN_HEADERS, streams=self._call.stream
         ) as upstream:
             self._status = upstream.status
             extra = [("x-request-id", request_id)]

@@ -11,7 +11,7 @@ just being closed could neither be repeated nor honestly be called failed.
 """
 
 import asyncio
-from collections.abc import AsyncIterable, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterable, Awaitable, Callable
 from typing import Any, Literal, TypeVar
 from urllib.parse import quote
 
@@ -30,10 +30,10 @@ from polykv_proxy.errors import (
     UpstreamUnavailable,
 )
 from polykv_proxy.upstream.errors import FOREIGN, map_client_error, map_hook_answer
-from polykv_proxy.upstream.headers import forwardable
+from polykv_proxy.upstream.headers import RawHeaders, forwardable
 from polykv_proxy.upstream.no_content import lenient
 from polykv_proxy.upstream.plain import PlainSlot, read_slots
-from polykv_proxy.upstream.response import UpstreamResponse
+from polykv_proxy.upstream.response import UpstreamResponse, asked_for
 from polykv_proxy.upstream.short import MAX_BYTES, Limits, ShortPosts
 from polykv_proxy.upstream.wire import (
     CellMap,
@@ -124,48 +124,49 @@ class EngineClient:
         self,
         method: str,
         path_qs: str,
-        headers: Iterable[tuple[str, str]] = (),
+        headers: RawHeaders = (),
         body: Body = None,
         *,
+        drop: frozenset[str] = frozenset(),
         streams: bool = False,
     ) -> UpstreamResponse:
         """Send a request as it is and give its reply as soon as the head is there.
 
-        Headers of one hop and the client's key are dropped here, the upstream key is added. ``path_qs`` goes out
-        unchanged. ``streams``: the reply will come in chunks, so its connection is its own: llama-server hangs up after
-        every chunked reply, although it announces ``keep-alive``, and the next POST on it would meet a closed door.
+        Headers of one hop, the client's key and those in ``drop`` are dropped here, the upstream key is added.
+        ``path_qs`` goes out unchanged. ``streams``: the reply will come in chunks, so its connection is its own:
+        llama-server hangs up after every chunked reply, although it announces ``keep-alive``, and the next POST on it
+        would meet a closed door.
 
         Raises:  UpstreamUnavailable (503), UpstreamTimeout (504), UpstreamError (502)
         """
-        what = f"{method} {path_qs.partition('?')[0]}"
-        sent = forwardable(headers)
+        sent = forwardable(headers, drop)
         if self._api_key is not None:
             sent.append(("Authorization", f"Bearer {self._api_key}"))
         try:
-            return await self._request(method, path_qs, sent, body, streams=streams, what=what)
+            return await self._request(method, path_qs, sent, body, streams=streams)
         except ConnectFailed:
             if body is not None and not isinstance(body, bytes):
                 raise  # a stream that may have been touched
         await asyncio.sleep(0.05)
-        return await self._request(method, path_qs, sent, body, streams=streams, what=what)
+        return await self._request(method, path_qs, sent, body, streams=streams)
 
     async def _request(
-        self, method: str, path_qs: str, headers: list[tuple[str, str]], body: Body, *, streams: bool, what: str
+        self, method: str, path_qs: str, headers: list[tuple[str, str]], body: Body, *, streams: bool
     ) -> UpstreamResponse:
         session, posts = self._opened(own_connections=streams)
         try:
             if posts is not None and method == "POST" and isinstance(body, bytes) and 0 < len(body) <= MAX_BYTES:
-                return UpstreamResponse(await posts.send(path_qs, headers, body), what)
+                return UpstreamResponse(await posts.send(path_qs, headers, body), method, path_qs)
             response = await session.request(
                 method, self._url(path_qs), headers=headers, data=body, allow_redirects=False
             )
         except FOREIGN as e:
-            raise map_client_error(e, what) from e
+            raise map_client_error(e, asked_for(method, path_qs)) from e
         if "Transfer-Encoding" in response.headers and response.connection is not None:
             protocol = response.connection.protocol
             if protocol is not None:
                 protocol.force_close()  # see ``open``: also for a stream that nobody foresaw
-        return UpstreamResponse(response, what)
+        return UpstreamResponse(response, method, path_qs)
 
     def _url(self, path_qs: str) -> URL:
         """``*``, the server itself, is no path of any URL: it goes out as it is."""
@@ -386,9 +387,9 @@ class EngineClient:
     async def _json(
         self, method: str, path: str, body: bytes | None, op: str, timeout_s: float | None
     ) -> dict[str, Any]:
-        headers = [("Content-Type", "application/json")] if body is not None else []
+        headers = [(b"Content-Type", b"application/json")] if body is not None else []
         if self.owner is not None and path.startswith(HOOKS):
-            headers.append(("x-polykv-owner", self.owner))
+            headers.append((b"x-polykv-owner", self.owner.encode()))
         try:
             async with asyncio.timeout(timeout_s):
                 async with await self.open(method, path, headers, body) as response:

@@ -6,6 +6,9 @@ Hop-by-hop headers and those that ``Connection`` names are dropped in both direc
 
 from collections.abc import Iterable
 
+RawHeaders = Iterable[tuple[bytes, bytes]]
+"""As they came: in order, casing kept."""
+
 HOP_BY_HOP = frozenset(
     {
         "connection",
@@ -42,30 +45,36 @@ def connection_named(headers: Iterable[tuple[str, str]]) -> frozenset[str]:
     )
 
 
-def forwardable(headers: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Keep what may go on to the engine, in the order it came, doubles included.
+def forwardable(headers: RawHeaders, drop: frozenset[str] = frozenset()) -> list[tuple[str, str]]:
+    """Keep what may go on to the engine, in the order it came, doubles included. ``drop``: what else may not.
 
     Doubles take the spelling of the first: aiohttp keeps only the last of two that differ in case.
     """
+    kept = _without(headers, _NOT_FORWARDED, drop)
+    if len(kept) < 2:
+        return [(name, value) for _, name, value in kept]
     spelling: dict[str, str] = {}
-    return [(spelling.setdefault(lower, name), value) for lower, name, value in _without(headers, _NOT_FORWARDED)]
+    return [(spelling.setdefault(lower, name), value) for lower, name, value in kept]
 
 
-def returnable(headers: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+def returnable(headers: RawHeaders) -> list[tuple[str, str]]:
     """Keep what may go back to the client; ``Content-Length`` stays, because the body does."""
     return [(name, value) for _, name, value in _without(headers, HOP_BY_HOP)]
 
 
-def _without(headers: Iterable[tuple[str, str]], dropped: frozenset[str]) -> list[tuple[str, str, str]]:
-    """(lower-case name, name, value) of those that are neither ``dropped`` nor named by ``Connection``, which is."""
+def _without(
+    headers: RawHeaders, dropped: frozenset[str], dropped_too: frozenset[str] = frozenset()
+) -> list[tuple[str, str, str]]:
+    """(lower-case name, name, value) of those that are not dropped nor named by ``Connection``, which is."""
     kept: list[tuple[str, str, str]] = []
     connection: list[tuple[str, str]] = []
-    for name, value in headers:
+    for raw, value in headers:
+        name = raw.decode("latin-1")
         lower = name.lower()
-        if lower not in dropped:
-            kept.append((lower, name, value))
+        if lower not in dropped and lower not in dropped_too:
+            kept.append((lower, name, text_of(value)))
         elif lower == "connection":
-            connection.append((name, value))
+            connection.append((name, text_of(value)))
     if connection and (named := connection_named(connection)):
         return [header for header in kept if header[0] not in named]
     return kept

@@ -9,22 +9,30 @@ from polykv_proxy.upstream.headers import returnable, text_of
 from polykv_proxy.upstream.short import ShortReply
 
 
+def asked_for(method: str, path_qs: str) -> str:
+    """How a request is called in errors: what a query says is nobody's business."""
+    return f"{method} {path_qs.partition('?')[0]}"
+
+
 class UpstreamResponse:
     """A reply of which only the head was read. Read it to the end, or ``close`` it: the engine then stops working."""
 
-    def __init__(self, response: aiohttp.ClientResponse | ShortReply, what: str):
+    def __init__(self, response: aiohttp.ClientResponse | ShortReply, method: str, path_qs: str):
         self._response = response
-        self._what = what
+        self._method, self._path_qs = method, path_qs
         self.status = response.status
         self.reason = response.reason or ""
-        self.headers = [(k.decode("latin-1"), text_of(v)) for k, v in response.raw_headers]
+
+    @property
+    def headers(self) -> list[tuple[str, str]]:
+        return [(k.decode("latin-1"), text_of(v)) for k, v in self._response.raw_headers]
 
     @property
     def content_type(self) -> str:
         return self._response.headers.get("Content-Type", "")
 
     def returnable_headers(self) -> list[tuple[str, str]]:
-        return returnable(self.headers)
+        return returnable(self._response.raw_headers)
 
     async def read_piece(self) -> bytes:
         """Give the next piece of the body as it came, b"" at the end.
@@ -34,7 +42,7 @@ class UpstreamResponse:
         try:
             return await self._response.content.readany()
         except FOREIGN as e:
-            raise map_client_error(e, self._what) from e
+            raise map_client_error(e, asked_for(self._method, self._path_qs)) from e
 
     def read_at_once(self) -> bytes | None:
         """Give what is left of the body when all of it has come, without waiting; None when more may come."""
@@ -48,7 +56,7 @@ class UpstreamResponse:
         try:
             return await self._response.content.read()
         except FOREIGN as e:
-            raise map_client_error(e, self._what) from e
+            raise map_client_error(e, asked_for(self._method, self._path_qs)) from e
 
     def close(self) -> None:
         """Close the connection at once, unless everything was read."""

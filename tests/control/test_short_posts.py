@@ -68,7 +68,7 @@ async def ask(client: EngineClient, target: str = "/x", headers=(), *, streams: 
         return await response.read()
 
 
-HEADERS = [("X-Own", "1"), ("x-own", "ü"), ("Accept", "text/plain"), ("b", "")]
+HEADERS = [(b"X-Own", b"1"), (b"x-own", "ü".encode()), (b"Accept", b"text/plain"), (b"b", b"")]
 
 
 @pytest.mark.parametrize("target", ["/x", "/x?", "/x?a=%2F&b=%20", "//x/../y", "/a%2fb;c=1", "/x#part", "/x?a#b"])
@@ -87,7 +87,7 @@ async def test_the_same_bytes_go_out_both_ways(monkeypatch, target, streams):
 async def test_a_line_break_in_a_header_is_never_sent(way):
     async with wire(OK) as (client, there):
         with pytest.raises(ValueError, match="header"):
-            await ask(client, headers=[("X-A", "1\r\nX-B: 2")])
+            await ask(client, headers=[(b"X-A", b"1\r\nX-B: 2")])
         assert there.heads == []
         assert await ask(client) == b"ok"
 

@@ -242,6 +242,7 @@ def test_whoever_is_forgotten_is_told() -> None:
     book = SessionBook(anonymous_idle_s=30, idle_s=90, known_s=200, max_known=2)
     book.on_forgotten = lambda session: told.append(session.session_id)
     unnamed = book.make(0)
+    run_turn(book, unnamed, None)
     for name in "abcd":
         run_turn(book, book.name(SessionId(name), 0), None)
     book.drop(SessionId("d"))
