@@ -76,6 +76,9 @@ class SlotBook:
     is_live: Callable[[SessionId, float], bool] = lambda _session, _now_s: False
     live_s: float = 0.0
     _slots: list[_Slot] = field(default_factory=list)
+    # Every request asks for these, and an engine may have many slots: kept up to date by ``_look_at`` and ``_own``.
+    _free: set[_Slot] = field(default_factory=set)
+    _owned: dict[SessionId, list[_Slot]] = field(default_factory=dict)
     _waiting: OrderedDict[int, Ticket] = field(default_factory=OrderedDict)
     _held: dict[int, Grant] = field(default_factory=dict)
     _may_be_unsure: bool = False
@@ -107,7 +110,8 @@ class SlotBook:
         return bool(self._waiting) and self.unsure
 
     def slot_of(self, session: SessionId) -> SlotId | None:
-        return next((s.slot_id for s in self._slots if s.owner == session), None)
+        owned = self._owned.get(session)
+        return min(slot.slot_id for slot in owned) if owned else None
 
     def serves(self, session: SessionId) -> bool:
         """A request of this session was granted a slot, and has it still."""
@@ -120,10 +124,13 @@ class SlotBook:
         """The engine (re)started with so many slots. What runs keeps its ticket; nothing else is remembered."""
         old = {s.slot_id: s for s in self._slots}
         self._slots = [_Slot(SlotId(i)) for i in range(n_slots)]
+        self._free.clear()
+        self._owned.clear()
         for slot in self._slots:
             before = old.get(slot.slot_id)
             if before is not None:
                 slot.ticket_id, slot.n_outside = before.ticket_id, before.n_outside
+            self._look_at(slot)
         return self._pump(now_s)
 
     def take(self, ticket: Ticket, now_s: float) -> Grant | None:
@@ -157,6 +164,7 @@ class SlotBook:
                 slot.left_s = now_s if slot.owner is not None and slot.owner == grant.ticket.session else float("-inf")
                 slot.engine_busy = slot.engine_busy or unsure
                 slot.mark = mark
+                self._look_at(slot)
         return self._pump(now_s)
 
     def occupy(self, slot_id: SlotId) -> tuple[Displaced, ...]:
@@ -169,13 +177,17 @@ class SlotBook:
         slot = self._slots[slot_id]
         displaced = (Displaced(slot.owner, slot_id),) if slot.free and slot.owner is not None else ()
         slot.n_outside += 1
-        slot.owner = slot.mark = None
+        slot.mark = None
+        self._own(slot, None)
+        self._look_at(slot)
         return displaced
 
     def vacate(self, slot_id: SlotId, now_s: float, *, unsure: bool = False) -> list[Grant]:
         if 0 <= slot_id < len(self._slots) and self._slots[slot_id].n_outside:
-            self._slots[slot_id].n_outside -= 1
-            self._slots[slot_id].engine_busy |= unsure
+            slot = self._slots[slot_id]
+            slot.n_outside -= 1
+            slot.engine_busy |= unsure
+            self._look_at(slot)
             self._may_be_unsure |= unsure
         return self._pump(now_s)
 
@@ -183,6 +195,7 @@ class SlotBook:
         """What the engine says right now. Slots in use here are known better."""
         for slot in self._slots:
             slot.engine_busy = slot.ticket_id is None and not slot.n_outside and slot.slot_id in busy
+            self._look_at(slot)
         self._may_be_unsure = True
         return self._pump(now_s)
 
@@ -199,6 +212,7 @@ class SlotBook:
         if not 0 <= slot_id < len(self._slots) or not self._slots[slot_id].free:
             return False
         self._slots[slot_id].reserved = True
+        self._look_at(self._slots[slot_id])
         return True
 
     def unreserve(
@@ -208,8 +222,10 @@ class SlotBook:
         if 0 <= slot_id < len(self._slots) and self._slots[slot_id].reserved:
             slot = self._slots[slot_id]
             slot.reserved = False
+            self._look_at(slot)
             if emptied or filled_for is not None:
-                slot.owner, slot.mark, slot.used_s, slot.left_s = filled_for, None, now_s, float("-inf")
+                slot.mark, slot.used_s, slot.left_s = None, now_s, float("-inf")
+                self._own(slot, filled_for)
         return self._pump(now_s)
 
     def pass_on(self, slot_id: SlotId, before: SessionId, to: SessionId) -> bool:
@@ -222,15 +238,33 @@ class SlotBook:
         slot = self._slots[slot_id]
         if slot.ticket_id is not None or slot.owner not in (before, None):
             return False
-        slot.owner, slot.mark, slot.engine_busy, slot.left_s = to, None, False, float("-inf")
+        slot.mark, slot.engine_busy, slot.left_s = None, False, float("-inf")
+        self._own(slot, to)
+        self._look_at(slot)
         return True
 
     def forget(self, sessions: Iterable[SessionId]) -> None:
         """These sessions are over; their slots belong to nobody."""
-        gone = set(sessions)
-        for slot in self._slots:
-            if slot.owner in gone:
+        for session in sessions:
+            for slot in self._owned.pop(session, ()):
                 slot.owner = None
+
+    def _look_at(self, slot: _Slot) -> None:
+        """It may have become free, or not be any more."""
+        if slot.free:
+            self._free.add(slot)
+        else:
+            self._free.discard(slot)
+
+    def _own(self, slot: _Slot, owner: SessionId | None) -> None:
+        if slot.owner is not None:
+            owned = self._owned[slot.owner]
+            owned.remove(slot)
+            if not owned:
+                del self._owned[slot.owner]
+        slot.owner = owner
+        if owner is not None:
+            self._owned.setdefault(owner, []).append(slot)
 
     def _pump(self, now_s: float) -> list[Grant]:
         grants: list[Grant] = []
@@ -243,27 +277,29 @@ class SlotBook:
             grants.append(self._grant(ticket, free, now_s))
         return grants
 
-    def _free_for(self, ticket: Ticket) -> list[_Slot]:
+    def _free_for(self, ticket: Ticket) -> Collection[_Slot]:
         """The free slots, if they are enough."""
-        # As ``_Slot.free`` says, without a call for each: every request comes by here.
-        free = [s for s in self._slots if s.ticket_id is None and not (s.n_outside or s.engine_busy or s.reserved)]
-        return free if len(free) >= min(ticket.n, len(self._slots)) else []
+        return self._free if len(self._free) >= min(ticket.n, len(self._slots)) else ()
 
-    def _grant(self, ticket: Ticket, free: list[_Slot], now_s: float) -> Grant:
+    def _grant(self, ticket: Ticket, free: Collection[_Slot], now_s: float) -> Grant:
         first, session = self._choose(ticket, free, now_s), ticket.session
-        chosen = [first] if ticket.n <= 1 else [first, *[s for s in free if s is not first]][: ticket.n]
+        chosen = [first]
+        if ticket.n > 1:
+            lowest = sorted(free, key=lambda slot: slot.slot_id)
+            chosen = [first, *(slot for slot in lowest if slot is not first)][: ticket.n]
         displaced, own = [], self._is_own(first, ticket)
         for slot in chosen:
             if slot.owner is not None and slot.owner != session:
                 displaced.append(Displaced(slot.owner, slot.slot_id))
-            slot.owner = session if slot is first else None
+            if slot.owner != session or slot is not first:
+                self._own(slot, session if slot is first else None)
             slot.mark, slot.ticket_id = None, ticket.ticket_id
-        if session is not None:
-            for slot in self._slots:
-                if slot.owner == session and slot.ticket_id is None:
-                    # It moved, its slot was closed when it asked: an idle session owns one slot.
-                    slot.owner = None
-        grant = Grant(ticket, tuple([s.slot_id for s in chosen]), tuple(displaced), own)
+            self._free.discard(slot)
+        if session is not None and len(owned := self._owned[session]) > 1:
+            # It moved, its slot was closed when it asked: an idle session owns one slot.
+            for slot in [slot for slot in owned if slot.ticket_id is None]:
+                self._own(slot, None)
+        grant = Grant(ticket, tuple([slot.slot_id for slot in chosen]), tuple(displaced), own)
         self._held[ticket.ticket_id] = grant
         return grant
 
@@ -272,22 +308,23 @@ class SlotBook:
             return slot.owner == ticket.session
         return slot.mark is not None and ticket.conversation is not None and ticket.conversation.covers(slot.mark)
 
-    def _choose(self, ticket: Ticket, free: list[_Slot], now_s: float) -> _Slot:
+    def _choose(self, ticket: Ticket, free: Collection[_Slot], now_s: float) -> _Slot:
         session, said, live_s = ticket.session, ticket.conversation, self.live_s
+        if session is not None and (own := [slot for slot in self._owned.get(session, ()) if slot in free]):
+            return min(own, key=lambda slot: slot.slot_id)
         best: _Slot | None = None
-        best_fitness = (0, True, float("inf"))
+        best_fitness = (0, True, float("inf"), 0)
         unused: _Slot | None = None  # the longest, of those that live sessions own
         for slot in free:
             owner = slot.owner
-            if owner is not None:
-                if owner == session:
-                    return slot
-                if now_s - slot.left_s < live_s or self.is_live(owner, now_s):
-                    if unused is None or slot.used_s < unused.used_s:
-                        unused = slot
-                    continue
+            if owner is not None and (now_s - slot.left_s < live_s or self.is_live(owner, now_s)):
+                if unused is None or (slot.used_s, slot.slot_id) < (unused.used_s, unused.slot_id):
+                    unused = slot
+                continue
             fits = slot.mark.length if slot.mark is not None and said is not None and said.covers(slot.mark) else 0
-            fitness = (-fits, owner is not None, slot.used_s)
+            fitness = (-fits, owner is not None, slot.used_s, slot.slot_id)
             if best is None or fitness < best_fitness:
                 best, best_fitness = slot, fitness
-        return best or unused or free[0]
+        chosen = best or unused
+        assert chosen is not None  # something is free
+        return chosen

@@ -335,6 +335,14 @@ class Slots(RuleBasedStateMachine):
         assert self.book.n_waiting == len(self.queue)
         assert self.book.n_held == sum(len(g.slots) for g in self.running.values())
 
+    @invariant()
+    def what_is_kept_beside_the_slots_is_true_of_them(self) -> None:
+        slots = self.book._slots
+        assert self.book._free == {slot for slot in slots if slot.free}
+        assert {name: {slot.slot_id for slot in owned} for name, owned in self.book._owned.items()} == {
+            name: {slot.slot_id for slot in slots if slot.owner == name} for name in {s.owner for s in slots} - {None}
+        }
+
     def teardown(self) -> None:
         for slot in sorted(self.reserved):
             self.reserved.discard(slot)
