@@ -60,8 +60,9 @@ class AdmissionReading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Readings:
-    """None: not known, and then not shown. ``epoch``: which start of the engine this is.
+    """None: not known, and then not shown. ``epoch``: which start of the engine this is; asleep, the one before.
 
+    ``cells_*``: an engine that sleeps has given its cells back, so none is used; the total is what it has awake.
     ``n_running``, ``n_waiting``: requests that the engine is at, and those that wait, here or there.
     """
 
@@ -97,7 +98,8 @@ def take_readings(
 ) -> Readings:
     stats = watch.stats
     up = watch.state == "ready"
-    cells = stats.cells if stats is not None and up and not watch.sleeping else None
+    cells = stats.cells if stats is not None and up else None
+    asleep = up and watch.sleeping
     per_token = stats.kv_bytes_per_token if stats is not None else None
     facts = views.session_facts()
     on_pool = {session.pool_id for session in facts if session.pool_id is not None}
@@ -131,15 +133,15 @@ def take_readings(
     n_busy = sum(not slot.idle for slot in stats.slots) if live and stats is not None else 0
     return Readings(
         engine_up=up,
-        epoch=watch.epoch,
+        epoch=stats.epoch if asleep and stats is not None else watch.epoch,
         pools=pools,
         n_pools=n_pools if up else None,  # what an engine that is away still holds nobody knows
         n_sessions=Counter(session.state or "idle" for session in facts),
         seq_ids_used=len(tree.residents()) if up else None,
         seq_ids_max=stats.max_pools if stats is not None else None,
-        cells_used=cells.used if cells is not None else None,
+        cells_used=None if cells is None else 0 if asleep else cells.used,
         cells_total=cells.total if cells is not None else None,
-        cells_high=cells.hi if cells is not None else None,
+        cells_high=None if cells is None or cells.hi is None else 0 if asleep else cells.hi,
         warm=tier.facts(),
         admission=AdmissionReading(
             door.n_waiting, door.n_held, policies.n_own, forecast_errors(door.records), door.counts

@@ -142,6 +142,36 @@ async def test_an_engine_that_sleeps_tells_what_it_counted_and_sleeps_on(engine:
     assert engine.sleeping
 
 
+async def test_the_page_of_an_engine_that_sleeps_is_that_of_an_idle_one(engine: FakeEngine, proxy: Proxy) -> None:
+    awake = (await proxy.client.get("/metrics")).text
+    assert {"engine_epoch_info", "kv_cells_used", "kv_cells_max", "kv_cells_high"} <= (await scrape(proxy)).keys()
+    engine.sleep()
+    await proxy.control.refresh()
+    assert (await proxy.client.get("/metrics")).text == awake
+
+
+async def test_an_engine_that_sleeps_has_given_its_cells_back(engine: FakeEngine, proxy: Proxy) -> None:
+    await ask(proxy, PREFIX)
+    await proxy.control.refresh()
+    awake = await scrape(proxy)
+    assert awake["kv_cells_used"][()] >= len(PREFIX)
+    engine.sleep()
+    await proxy.control.refresh()
+    asleep = await scrape(proxy)
+    assert (asleep["kv_cells_used"], asleep["kv_cells_high"]) == ({(): 0}, {(): 0})
+    assert asleep["kv_cells_max"] == awake["kv_cells_max"]
+    assert asleep["engine_epoch_info"] == awake["engine_epoch_info"]
+    await ask(proxy, PREFIX)
+    await proxy.control.refresh()
+    woken = await scrape(proxy)
+    assert woken["kv_cells_used"][()] >= len(PREFIX)
+    assert woken["engine_epoch_info"] != awake["engine_epoch_info"]
+    await engine.kill()
+    with pytest.raises(UpstreamUnavailable):
+        await proxy.control.refresh()
+    assert not {"kv_cells_used", "kv_cells_max", "kv_cells_high"} & (await scrape(proxy)).keys()
+
+
 async def test_the_engines_headers_go_with_its_page(engine: FakeEngine, proxy: Proxy) -> None:
     """Its start in Unix seconds, which it tells nowhere else."""
     direct = await proxy.client.get(f"{engine.url}/metrics")
