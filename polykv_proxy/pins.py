@@ -13,7 +13,8 @@ surely right the request names none, and llama-server chooses. The rules, in thi
    and who was displaced by that the longest unused again: more sessions than slots, each in its turn, would else
    displace each other for ever. A request that looks like the only one of its kind displaces nobody.
 5. An engine that empties slots at rest gets no pins (the default with a unified cache: they are saved first, and loaded
-   for a request only when it names no slot). That is seen by the slots.
+   for a request only when it names no slot). That is seen by the slots: by what sessions had in them, or at the first
+   look, when others used them before.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -60,6 +61,7 @@ class PinBook:
     _held: dict[SessionId, int | None] = field(default_factory=dict)
     _displaced: dict[SessionId, bool] = field(default_factory=dict)
     """Whose slot was given away; True: as the longest unused one."""
+    _has_looked: bool = False
     _n_loose: int = 0
     _sent_s: float = float("-inf")
 
@@ -69,7 +71,7 @@ class PinBook:
         self._slots = [_Slot(SlotId(i), n_running=running.get(SlotId(i), 0)) for i in range(n_slots)]
         self._held.clear()
         self._displaced.clear()
-        self.empties_idle = False
+        self.empties_idle = self._has_looked = False
 
     @property
     def owners(self) -> set[SessionId]:
@@ -134,6 +136,9 @@ class PinBook:
             return False
         if any(_goes_back(slot, now) for slot, now in self._pairs(seen)):
             self.reset(len(self._slots))
+        if not self._has_looked:
+            # A guess, until sessions show what becomes of theirs: without it the first would lose what is saved of it.
+            self._has_looked, self.empties_idle = True, _only_last_holds(seen)
         n_emptied = n_kept = 0
         for slot, now in self._pairs(seen):
             is_news, slot.id_task = slot.id_task != now.id_task, now.id_task
@@ -189,6 +194,13 @@ def _fitness(slot: _Slot, now: PlainSlot, asking: Asking) -> tuple[bool, bool, f
 
 def _is_near(now: PlainSlot, n_held: int) -> bool:
     return now.n_tokens is not None and abs(now.n_tokens - (n_held - 1)) <= NEAR_TOKENS
+
+
+def _only_last_holds(seen: Sequence[PlainSlot]) -> bool:
+    """Of those that worked, only the last one to begin holds anything: as if each had emptied all others at rest."""
+    worked = sorted((now for now in seen if now.id_task is not None), key=lambda now: now.id_task or 0)
+    others = [now for now in worked[:-1] if not now.busy]
+    return bool(others and worked[-1].n_tokens) and all(now.n_tokens == 0 for now in others)
 
 
 def _goes_back(slot: _Slot, now: PlainSlot) -> bool:

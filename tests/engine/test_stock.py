@@ -195,6 +195,17 @@ def test_another_start_of_the_engine(stock: Stock, noise: Noise) -> None:
     assert (there["second"], there["first"]) == (0, 1)
 
 
+def test_where_slots_are_emptied_another_start_of_the_proxy_costs_nothing(make_stock: StockMaker, noise: Noise) -> None:
+    stock = make_stock("-c", "8192")
+    said = {name: noise(number, 200) for number, name in enumerate("ab")}
+    for name, prompt in said.items():
+        prompt.extend(stock.ask(prompt, name)["tokens"])
+    stock.proxy.kill()
+    stock.proxy.start()
+    timings = [stock.ask([*prompt, *noise(9, 5)], name)["timings"] for name, prompt in said.items()]
+    assert [t["prompt_n"] for t in timings] == [6] * 2, "the last token of an answer, and what is new"
+
+
 def test_one_that_hides_its_slots_chooses_them(make_stock: StockMaker, noise: Noise) -> None:
     stock = make_stock(*SLOTS, "--no-slots")
     stock.ask(noise(1, 50), "a", session_id="a")

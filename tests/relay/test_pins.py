@@ -182,6 +182,73 @@ def test_an_engine_that_empties_slots_at_rest_gets_no_pins() -> None:
     assert stock.begin("b") is None
 
 
+@pytest.mark.parametrize(
+    ("used_before", "empties", "named"),
+    [
+        ([0, 1], True, None),
+        ([1, 2, 0], True, None),
+        ([0, 1], False, 2),
+        ([0, 0], True, 1),  # nothing was there to be emptied
+        ([], True, 0),
+    ],
+)
+def test_that_others_were_emptied_shows_at_the_first_look(
+    used_before: list[int], empties: bool, named: int | None
+) -> None:
+    """As after a restart of the proxy: who comes back may be saved, and is only found when no slot is named."""
+    stock = Stock(empties=empties)
+    for number, slot_id in enumerate(used_before):
+        stock.runs(slot_id, 100 + number)
+        stock.rests(slot_id)
+    assert stock.begin("a") == named
+    assert stock.book.empties_idle == (named is None)
+
+
+def test_what_the_last_to_begin_did_not_empty_is_kept() -> None:
+    stock = Stock(3)
+    for slot_id in (0, 1, 2):
+        stock.runs(slot_id, 100)
+        stock.rests(slot_id)
+    stock.slots[1] = stock.slots[1]._replace(n_tokens=0)  # erased, say
+    assert stock.begin("a") == 1
+    assert not stock.book.empties_idle
+
+
+def test_slots_that_were_all_erased_show_nothing() -> None:
+    """A request that empties others holds something itself."""
+    stock = Stock(2)
+    for slot_id in (0, 1):
+        stock.runs(slot_id, 0)
+        stock.rests(slot_id)
+    assert stock.begin("a") == 0
+    assert not stock.book.empties_idle
+
+
+def test_a_first_look_that_misled_is_made_good_by_what_sessions_keep() -> None:
+    stock = Stock(2)
+    stock.runs(1, 50)
+    stock.rests(1)
+    stock.slots[1] = stock.slots[1]._replace(n_tokens=0)
+    stock.runs(0, 60)
+    stock.rests(0)
+    assert stock.turn("a", 100, chosen=0) is None
+    assert stock.turn("b", 200, chosen=1) is None
+    assert stock.turn("a", 120) == 0, "it was there while b ran"
+    assert stock.turn("b", 220) == 1
+
+
+def test_only_the_first_look_is_a_guess() -> None:
+    stock = Stock(3)
+    stock.turn("a", 100)
+    stock.runs(1, 50)
+    stock.rests(1)
+    stock.slots[1] = stock.slots[1]._replace(n_tokens=0)
+    stock.runs(0, 900)
+    stock.rests(0)
+    assert stock.begin("b") == 1
+    assert not stock.book.empties_idle
+
+
 def test_an_engine_that_purges_one_slot_still_gets_them() -> None:
     stock = Stock()
     for number, name in enumerate("abc"):

@@ -218,6 +218,18 @@ async def test_an_engine_that_empties_slots_is_left_to_choose(stock: FakeEngine,
     assert [f["do"] for f in found if f["id"] == "sessions_not_pinned"] == ["start it with --no-cache-idle-slots"]
 
 
+async def test_what_was_emptied_before_anybody_looked_is_not_named(stock: FakeEngine, proxy: Proxy) -> None:
+    """Clients that choose slots themselves are nobody's sessions; what is saved of theirs is loaded all the same."""
+    stock.empties_idle = True
+    body = {"prompt": list(range(100, 140)), "n_predict": 2}
+    for slot_id, prompt in enumerate((body["prompt"], [7, 8, 9])):
+        (await proxy.client.post("/completion", json=body | {"prompt": prompt, "id_slot": slot_id})).raise_for_status()
+    assert [slot.tokens == [] for slot in stock.slots[:2]] == [True, False]
+    (await proxy.client.post("/completion", json=body)).raise_for_status()
+    assert sent(stock, "/completion") == body
+    assert proxy.control.plain.pins_off == "emptied"
+
+
 @pytest.mark.parametrize("how", ["router", "one slot", "no slots", "asleep"])
 async def test_where_slots_cannot_be_seen_everything_is_relayed(make_proxy: ProxyMaker, how: str) -> None:
     async with FakeEngine(hooks=False, n_slots=1 if how == "one slot" else 4) as engine:
