@@ -270,10 +270,11 @@ class SessionBook:
             return
         del self.running[turn.turn_id]
         session.last_s = now_s
+        ctx_used = usage.ctx_used
         if turn.sent_s is not None:
-            session.held_n_tokens, session.held_s = usage.ctx_used, now_s
-        if usage.ctx_used is not None:
-            session.ctx_used = usage.ctx_used
+            session.held_n_tokens, session.held_s = ctx_used, now_s
+        if ctx_used is not None:
+            session.ctx_used = ctx_used
         elif turn.ctx_used is not None:
             session.ctx_used = turn.ctx_used  # the reply broke off, or did not say it
         if usage.tps is not None:

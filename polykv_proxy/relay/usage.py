@@ -28,8 +28,8 @@ def add_timings(usage: Usage, timings: Any) -> None:
 
 
 def add_openai(usage: Usage, said: Any) -> None:
-    """``usage`` of chat and completions (prompt_tokens, …) or of Responses (input_tokens, …)."""
-    if not isinstance(said, dict):
+    """``usage`` of chat and completions (prompt_tokens, …) or of Responses (input_tokens, …): what timings left out."""
+    if not isinstance(said, dict) or usage.ctx_used is not None:
         return
     n_prompt = _count(said.get("prompt_tokens", said.get("input_tokens")), None)
     details = said.get("prompt_tokens_details", said.get("input_tokens_details"))

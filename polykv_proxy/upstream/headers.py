@@ -5,6 +5,7 @@ Hop-by-hop headers and those that ``Connection`` names are dropped in both direc
 """
 
 from collections.abc import Iterable
+from functools import lru_cache
 
 RawHeaders = Iterable[tuple[bytes, bytes]]
 """As they came: in order, casing kept."""
@@ -50,11 +51,13 @@ def forwardable(headers: RawHeaders, drop: frozenset[str] = frozenset()) -> list
 
     Doubles take the spelling of the first: aiohttp keeps only the last of two that differ in case.
     """
-    kept = _without(headers, _NOT_FORWARDED, drop)
-    if len(kept) < 2:
-        return [(name, value) for _, name, value in kept]
     spelling: dict[str, str] = {}
-    return [(spelling.setdefault(lower, name), value) for lower, name, value in kept]
+    return [(spelling.setdefault(lower, name), value) for lower, name, value in _without(headers, _besides(drop))]
+
+
+@lru_cache(maxsize=16)
+def _besides(drop: frozenset[str]) -> frozenset[str]:
+    return _NOT_FORWARDED | drop
 
 
 def returnable(headers: RawHeaders) -> list[tuple[str, str]]:
@@ -62,16 +65,14 @@ def returnable(headers: RawHeaders) -> list[tuple[str, str]]:
     return [(name, value) for _, name, value in _without(headers, HOP_BY_HOP)]
 
 
-def _without(
-    headers: RawHeaders, dropped: frozenset[str], dropped_too: frozenset[str] = frozenset()
-) -> list[tuple[str, str, str]]:
-    """(lower-case name, name, value) of those that are not dropped nor named by ``Connection``, which is."""
+def _without(headers: RawHeaders, dropped: frozenset[str]) -> list[tuple[str, str, str]]:
+    """(lower-case name, name, value) of those that are neither ``dropped`` nor named by ``Connection``, which is."""
     kept: list[tuple[str, str, str]] = []
     connection: list[tuple[str, str]] = []
     for raw, value in headers:
         name = raw.decode("latin-1")
         lower = name.lower()
-        if lower not in dropped and lower not in dropped_too:
+        if lower not in dropped:
             kept.append((lower, name, text_of(value)))
         elif lower == "connection":
             connection.append((name, text_of(value)))

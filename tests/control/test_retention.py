@@ -13,6 +13,7 @@ import pytest
 from polykv_proxy.app import CONTROL, serving
 from polykv_proxy.config import load_settings
 from polykv_proxy.control import AttachPlan, AttachRequest, Outcome
+from polykv_proxy.ids import SessionId
 from polykv_proxy.sessions import Usage
 from polykv_proxy.tree.prefix import make_tokens
 from tests.control.conftest import Plane, eventually, planes
@@ -149,7 +150,7 @@ async def test_a_session_that_is_pinned_as_a_pool_is_counted_too(engine):
         session = plane.control.sessions.name("s", plane.control.clock())
         plane.control.slots.resize(4, 0.0)
         session.slot_id, session.ctx_used = 1, 40
-        plane.control.slots._slots[1].owner = "s"
+        plane.control.slots._own(plane.control.slots._slots[1], SessionId("s"))
         await plane.refused(409, "pin_budget", "POST", "/polykv/pools", {"from_session": "s", "pin": True})
         assert (engine.ready_pools(), plane.control.tree._plans) == ([], {})
         await plane.create(from_session="s")

@@ -499,8 +499,9 @@ async def test_a_slot_that_is_still_down_as_its_own_is_filled_again(engine: Fake
         session = proxy.control.sessions.get(SessionId("a"))
         assert session is not None
         await until(lambda: session.slot_id is None)
-        for slot in proxy.control.slots._slots:
-            slot.owner = session.session_id
+        slots = proxy.control.slots
+        for slot in slots._slots:
+            slots._own(slot, session.session_id)
         async with asyncio.timeout(5):
             made = await proxy.control.create_pool(CreatePool(source=Source(from_session=SessionId("a"))))
         assert made["prefix_len"] == len(agent.prompt)
