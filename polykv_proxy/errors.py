@@ -2,7 +2,7 @@
 
 Each class carries the HTTP ``status`` and the stable ``code`` of its JSON body; ``extra`` are further fields of that
 body (``divergence_pos``, ``cells_missing``, …). Only the routes and the relay turn them into HTTP; all others raise
-them. Foreign exceptions (aiohttp, json) are mapped in ``upstream.client`` and ``routes.body``.
+them. Foreign exceptions (aiohttp, json) are mapped in ``upstream.errors`` and ``routes.body``.
 
 PolyKVError
 ├── RequestError         the caller's doing               400 401 403 404 409 413 431

@@ -55,7 +55,7 @@ from polykv_proxy.relay.pump import (
 from polykv_proxy.relay.receipt import unread_headers
 from polykv_proxy.relay.speakers import speaker_in
 from polykv_proxy.relay.turn import TurnRelay
-from polykv_proxy.upstream.client import Body
+from polykv_proxy.upstream.relay import Body
 
 log = logging.getLogger("polykv.relay")
 

@@ -1,6 +1,7 @@
 """Everything that talks to llama-server, and nothing else does.
 
-client    ``EngineClient``: one connection pool, the engine's hooks, and the raw streamed relay
+client    ``EngineClient``: the engine's hooks, and what else the proxy itself asks
+relay     below it: one connection pool, and the raw streamed relay
 short     the way of small POSTs, with less work than aiohttp's client makes of them
 response  what the relay gives back: the head is read, the body is not yet
 wire      what the hooks answer, read once at the border

@@ -59,7 +59,7 @@ async def wire(*answers: bytes, user: str = "", key: str | None = None):
 def way(request, monkeypatch):
     """The same POST both ways."""
     if request.param == "long":
-        monkeypatch.setattr("polykv_proxy.upstream.client.MAX_BYTES", 0)
+        monkeypatch.setattr("polykv_proxy.upstream.relay.MAX_BYTES", 0)
     return request.param
 
 
@@ -76,7 +76,7 @@ HEADERS = [(b"X-Own", b"1"), (b"x-own", "ü".encode()), (b"Accept", b"text/plain
 async def test_the_same_bytes_go_out_both_ways(monkeypatch, target, streams):
     async with wire(OK, OK, key="k") as (client, there):
         assert await ask(client, target, HEADERS, streams=streams) == b"ok"
-        monkeypatch.setattr("polykv_proxy.upstream.client.MAX_BYTES", 0)
+        monkeypatch.setattr("polykv_proxy.upstream.relay.MAX_BYTES", 0)
         assert await ask(client, target, HEADERS, streams=streams) == b"ok"
     short, long = there.heads
     assert short == long
