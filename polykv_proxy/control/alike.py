@@ -27,8 +27,8 @@ import orjson
 import xxhash
 
 from polykv_proxy.ids import SessionId
-from polykv_proxy.sessions import Session, Turn
 from polykv_proxy.tree.prefix import Tokens
+from polykv_proxy.turns import Session, Turn
 
 MAX_PROMPTS = 256
 MAX_BYTES = 64 << 20

@@ -29,11 +29,12 @@ from polykv_proxy.errors import (
     SessionNotFound,
 )
 from polykv_proxy.ids import PoolId, SessionId
-from polykv_proxy.sessions import Session, SessionBook
+from polykv_proxy.sessions import SessionBook
 from polykv_proxy.store import Journal
 from polykv_proxy.tree.pool import Pool
 from polykv_proxy.tree.prefix import Tokens
 from polykv_proxy.tree.tree import PoolTree
+from polykv_proxy.turns import Session
 
 log = logging.getLogger("polykv.pools")
 

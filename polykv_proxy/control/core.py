@@ -19,9 +19,9 @@ from polykv_proxy.doctor import Facts
 from polykv_proxy.errors import Draining, EngineOwned, JournalFailed, JournalInUse, SessionNotFound, UpstreamError
 from polykv_proxy.gate.policy import Policy
 from polykv_proxy.ids import SessionId, SlotId
-from polykv_proxy.sessions import Session
 from polykv_proxy.tree.pool import Pool
 from polykv_proxy.tree.prefix import Tokens
+from polykv_proxy.turns import Session
 from polykv_proxy.upstream import Stats
 from polykv_proxy.upstream.plain import PlainProps
 

@@ -26,10 +26,10 @@ from polykv_proxy.control.orders import AttachPlan, AttachRequest, Source
 from polykv_proxy.control.receipts import Divergence, RequestRecord
 from polykv_proxy.errors import PolyKVError
 from polykv_proxy.ids import PoolId, SessionId
-from polykv_proxy.sessions import Session
 from polykv_proxy.tree.pool import Pool
 from polykv_proxy.tree.prefix import Tokens, lcp_tokens
 from polykv_proxy.tree.tree import PoolTree
+from polykv_proxy.turns import Session
 
 log = logging.getLogger("polykv.diverged")
 

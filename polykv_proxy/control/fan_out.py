@@ -33,10 +33,11 @@ from polykv_proxy.control.flights import Flight, Flights, known
 from polykv_proxy.control.orders import AttachRequest
 from polykv_proxy.control.slot_states import slot_in
 from polykv_proxy.control.watch import EngineWatch
-from polykv_proxy.sessions import Session, SessionBook, Turn
+from polykv_proxy.sessions import SessionBook
 from polykv_proxy.slots import SlotBook
 from polykv_proxy.tree.pool import Match
 from polykv_proxy.tree.prefix import Tokens, lcp_tokens
+from polykv_proxy.turns import Session, Turn
 
 log = logging.getLogger("polykv.fan_out")
 

@@ -15,9 +15,10 @@ from polykv_proxy.control.slot_states import slot_in
 from polykv_proxy.control.watch import EngineWatch
 from polykv_proxy.errors import PolyKVError, PrefixMismatch, SessionNotResident
 from polykv_proxy.ids import SessionId, SlotId
-from polykv_proxy.sessions import Session, SessionBook
+from polykv_proxy.sessions import SessionBook
 from polykv_proxy.slots import SlotBook
 from polykv_proxy.tree.prefix import Tokens, lcp_tokens
+from polykv_proxy.turns import Session
 from polykv_proxy.upstream import SlotStats
 
 log = logging.getLogger("polykv.fan_out")

@@ -14,10 +14,11 @@ from polykv_proxy.control.room import Room
 from polykv_proxy.control.watch import EngineWatch
 from polykv_proxy.gate.facts import EngineFacts, SessionFacts, State, Streams
 from polykv_proxy.ids import PoolId, SessionId, SlotId
-from polykv_proxy.sessions import Session, SessionBook, Turn
+from polykv_proxy.sessions import SessionBook
 from polykv_proxy.slots import SlotBook
 from polykv_proxy.tree.pool import Pool
 from polykv_proxy.tree.tree import PoolTree
+from polykv_proxy.turns import Session, Turn
 from polykv_proxy.upstream import Stats
 
 ASLEEP = "asleep"

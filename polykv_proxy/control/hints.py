@@ -27,9 +27,9 @@ from polykv_proxy.control.fan_out import FanOut
 from polykv_proxy.control.sources import PROBES
 from polykv_proxy.errors import PolyKVError, RequestError
 from polykv_proxy.ids import PoolId
-from polykv_proxy.sessions import Turn
 from polykv_proxy.tree.prefix import Tokens, lcp_tokens, make_tokens
 from polykv_proxy.tree.tree import PoolTree
+from polykv_proxy.turns import Turn
 from polykv_proxy.upstream import EngineClient
 
 log = logging.getLogger("polykv.hints")

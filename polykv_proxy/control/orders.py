@@ -7,9 +7,9 @@ from typing import Any
 from polykv_proxy.control.seen import Seen
 from polykv_proxy.errors import InvariantError
 from polykv_proxy.ids import PoolId, SeqId, SessionId
-from polykv_proxy.sessions import Turn
 from polykv_proxy.tree.pool import Pool
 from polykv_proxy.tree.prefix import Tokens
+from polykv_proxy.turns import Turn
 
 _KINDS = ("tokens", "own_tokens", "prompt", "messages", "from_session")
 

@@ -23,9 +23,9 @@ from polykv_proxy.control.saved_books import session_tag
 from polykv_proxy.control.slot_states import MIN_OWN_TOKENS, SlotStates, moment_of, slot_in
 from polykv_proxy.errors import KvExhausted, PolyKVError
 from polykv_proxy.ids import PoolId, SeqId, SessionId, SlotId
-from polykv_proxy.sessions import Session
 from polykv_proxy.slots import Displaced
 from polykv_proxy.tree.placement import is_sparse, plan_move
+from polykv_proxy.turns import Session
 from polykv_proxy.upstream import SavedState
 
 log = logging.getLogger("polykv.parking")

@@ -15,8 +15,9 @@ from polykv_proxy.doctor.facts import PinsOff
 from polykv_proxy.errors import PolyKVError
 from polykv_proxy.ids import SessionId, SlotId
 from polykv_proxy.pins import Asking, PinBook
-from polykv_proxy.sessions import Session, SessionBook
+from polykv_proxy.sessions import SessionBook
 from polykv_proxy.slots import Displaced
+from polykv_proxy.turns import Session
 from polykv_proxy.upstream import EngineClient, SlotStats
 from polykv_proxy.upstream.plain import PlainProps, PlainSlot
 

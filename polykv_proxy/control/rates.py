@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 from polykv_proxy.control.watch import EngineWatch
 from polykv_proxy.ids import SlotId
-from polykv_proxy.sessions import Session, SessionBook, Turn
+from polykv_proxy.sessions import SessionBook
+from polykv_proxy.turns import Session, Turn
 from polykv_proxy.upstream import SlotStats, Stats
 
 STALE_S = 3.0

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 from polykv_proxy.control.divergence import Place
 from polykv_proxy.control.visits import Visit
 from polykv_proxy.ids import PoolId, SlotId
-from polykv_proxy.sessions import Turn, Usage
 from polykv_proxy.slots import Displaced
+from polykv_proxy.turns import Turn, Usage
 
 MAX_RECORDS = 1000
 

@@ -30,8 +30,9 @@ from polykv_proxy.errors import (
     UpstreamUnavailable,
 )
 from polykv_proxy.ids import PoolId, SeqId, SessionId, SlotId
-from polykv_proxy.sessions import Session, SessionBook
+from polykv_proxy.sessions import SessionBook
 from polykv_proxy.slots import Grant, SlotBook
+from polykv_proxy.turns import Session
 from polykv_proxy.upstream import EngineClient, LoadedSlot, SavedState, SlotStats, Stats
 
 log = logging.getLogger("polykv.parking")

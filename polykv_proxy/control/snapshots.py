@@ -19,9 +19,10 @@ from polykv_proxy.errors import (
     UpstreamError,
 )
 from polykv_proxy.ids import SeqId, SessionId, SlotId
-from polykv_proxy.sessions import Session, SessionBook
+from polykv_proxy.sessions import SessionBook
 from polykv_proxy.slots import SlotBook
 from polykv_proxy.tree.prefix import Tokens, make_tokens
+from polykv_proxy.turns import Session
 from polykv_proxy.upstream import Materialized
 
 

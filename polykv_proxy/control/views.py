@@ -21,12 +21,13 @@ from polykv_proxy.control.watch import EngineWatch
 from polykv_proxy.errors import SessionNotFound
 from polykv_proxy.gate.rate import SessionRate
 from polykv_proxy.ids import PoolId, SessionId, SlotId
-from polykv_proxy.sessions import Session, SessionBook
+from polykv_proxy.sessions import SessionBook
 from polykv_proxy.store import Journal
 from polykv_proxy.tree.accounting import kv_bytes
 from polykv_proxy.tree.pool import Pool
 from polykv_proxy.tree.tree import PoolTree
 from polykv_proxy.tree.view import EngineFacts, RetentionFacts, SessionFacts, TreePicture
+from polykv_proxy.turns import Session
 from polykv_proxy.upstream import SavedState, SlotStats
 
 

@@ -13,7 +13,7 @@ from polykv_proxy.gate.queue import Standing
 from polykv_proxy.gate.settle import AdmitRecord, Forecasts
 from polykv_proxy.gate.verdict import CONTINUATION, OVERCOMMIT, Capacity
 from polykv_proxy.ids import PoolId
-from polykv_proxy.sessions import Turn
+from polykv_proxy.turns import Turn
 
 Fate = Literal["queued", "admitted", "guaranteed", "overcommitted", "warned", "continuation", "refused"]
 Place = Callable[[], Standing]

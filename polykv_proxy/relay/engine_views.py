@@ -16,7 +16,7 @@ from polykv_proxy.control.policies import FIELDS as POLICY_FIELDS
 from polykv_proxy.ids import SlotId
 from polykv_proxy.relay.json_bytes import edit, elements, members
 from polykv_proxy.relay.pump import begin, pump_plain, relayed_body
-from polykv_proxy.sessions import Session
+from polykv_proxy.turns import Session
 from polykv_proxy.upstream import SlotStats
 
 _CONTEXT = ("ctx_used", "ctx_total", "ctx_headroom_tokens")

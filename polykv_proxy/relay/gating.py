@@ -11,8 +11,8 @@ from polykv_proxy.control.sizes import answer_cells
 from polykv_proxy.control.visits import Visit
 from polykv_proxy.relay.dialects import Call
 from polykv_proxy.relay.receipt import Receipt
-from polykv_proxy.sessions import Turn
 from polykv_proxy.tree.pool import Pool
+from polykv_proxy.turns import Turn
 
 BYTES_PER_TOKEN = 4
 """Of a prompt that nobody counted: it only tells a long one from a short one."""

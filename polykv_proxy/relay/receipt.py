@@ -10,7 +10,7 @@ import orjson
 
 from polykv_proxy.ids import PoolId, SessionId
 from polykv_proxy.relay.fields import header_safe
-from polykv_proxy.sessions import Usage
+from polykv_proxy.turns import Usage
 
 
 def unread_headers(session_id: SessionId | None) -> list[tuple[str, str]]:

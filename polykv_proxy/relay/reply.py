@@ -23,7 +23,7 @@ from polykv_proxy.relay.pump import begin, cut
 from polykv_proxy.relay.receipt import Receipt
 from polykv_proxy.relay.sse import SseReader
 from polykv_proxy.relay.usage import add_whole, rate_in
-from polykv_proxy.sessions import Turn, Usage
+from polykv_proxy.turns import Turn, Usage
 from polykv_proxy.upstream import UpstreamResponse
 
 log = logging.getLogger("polykv.relay")

@@ -20,7 +20,7 @@ import orjson
 from polykv_proxy.relay.dialects import Dialect
 from polykv_proxy.relay.json_bytes import append_to_object, members
 from polykv_proxy.relay.usage import add_anthropic, add_end, add_openai, add_timings
-from polykv_proxy.sessions import Usage
+from polykv_proxy.turns import Usage
 
 Receipt = Callable[[Usage], bytes]
 """Makes ``"polykv":{…}`` from what the reply said up to here."""

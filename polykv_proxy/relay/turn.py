@@ -40,8 +40,9 @@ from polykv_proxy.relay.reply import Reply
 from polykv_proxy.relay.rewrite import rewrite
 from polykv_proxy.relay.speakers import speaker_in
 from polykv_proxy.relay.usage import is_cut
-from polykv_proxy.sessions import Session, SessionBook, Usage
+from polykv_proxy.sessions import SessionBook
 from polykv_proxy.slots import Displaced, Grant
+from polykv_proxy.turns import Session, Usage
 
 log = logging.getLogger("polykv.relay")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from polykv_proxy.control.sizes import max_tokens
 from polykv_proxy.ids import SlotId
-from polykv_proxy.sessions import Usage
+from polykv_proxy.turns import Usage
 from polykv_proxy.upstream import Stats
 
 _OTHER_LIMITS = ("t_max_predict_ms", "n_indent")

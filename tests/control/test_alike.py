@@ -7,8 +7,9 @@ import pytest
 from polykv_proxy.control import alike
 from polykv_proxy.control.alike import PromptBook, alike_bytes
 from polykv_proxy.ids import SessionId
-from polykv_proxy.sessions import SessionBook, Turn
+from polykv_proxy.sessions import SessionBook
 from polykv_proxy.tree.prefix import make_tokens
+from polykv_proxy.turns import Turn
 
 CHAT = "/v1/chat/completions"
 SYSTEM = "You are an agent with many tools. " * 20

@@ -17,10 +17,11 @@ from polykv_proxy.gate.facts import EngineFacts, SessionFacts, State
 from polykv_proxy.gate.gate import Gate
 from polykv_proxy.gate.policy import Policy, Ruling
 from polykv_proxy.ids import PoolId, SessionId
-from polykv_proxy.sessions import SessionBook, Usage
+from polykv_proxy.sessions import SessionBook
 from polykv_proxy.tree.pool import Pool
 from polykv_proxy.tree.prefix import make_tokens
 from polykv_proxy.tree.tree import PoolTree
+from polykv_proxy.turns import Usage
 from tests.gate.make import policy
 
 POOL = PoolId(1)

@@ -6,7 +6,8 @@ import pytest
 
 from polykv_proxy.control.rates import STALE_S, Aggregate, Look, Rates
 from polykv_proxy.ids import SessionId, SlotId
-from polykv_proxy.sessions import Session, SessionBook, Turn, Usage
+from polykv_proxy.sessions import SessionBook
+from polykv_proxy.turns import Session, Turn, Usage
 from polykv_proxy.upstream import SlotStats, Stats
 from polykv_proxy.upstream.wire import FinishedTask
 

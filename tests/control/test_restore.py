@@ -16,8 +16,8 @@ from polykv_proxy.control import AttachRequest, Control
 from polykv_proxy.control.residency import Held
 from polykv_proxy.errors import JournalInUse
 from polykv_proxy.ids import SessionId
-from polykv_proxy.sessions import Usage
 from polykv_proxy.tree.pool import Pool
+from polykv_proxy.turns import Usage
 from tests.control.conftest import Plane, eventually, planes
 from tests.fake_engine import FakeEngine, Hold
 

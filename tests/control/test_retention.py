@@ -14,8 +14,8 @@ from polykv_proxy.app import CONTROL, serving
 from polykv_proxy.config import load_settings
 from polykv_proxy.control import AttachPlan, AttachRequest, Outcome
 from polykv_proxy.ids import SessionId
-from polykv_proxy.sessions import Usage
 from polykv_proxy.tree.prefix import make_tokens
+from polykv_proxy.turns import Usage
 from tests.control.conftest import Plane, eventually, planes
 from tests.fake_engine import FakeEngine, Hold
 

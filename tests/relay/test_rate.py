@@ -10,7 +10,7 @@ from aiohttp import web
 
 from polykv_proxy.ids import SlotId
 from polykv_proxy.relay.usage import rate_in
-from polykv_proxy.sessions import Usage
+from polykv_proxy.turns import Usage
 from polykv_proxy.upstream import Stats
 from polykv_proxy.upstream.wire import FinishedTask, SlotStats
 from tests.fake_engine import FakeEngine

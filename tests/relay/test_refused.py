@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from polykv_proxy.sessions import Session
+from polykv_proxy.turns import Session
 from tests.fake_engine import FakeEngine, Hold
 from tests.relay.conftest import Proxy, ProxyMaker
 from tests.relay.dialect_cases import PATHS, SYSTEM, body_of

@@ -8,7 +8,8 @@ from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from polykv_proxy.conversation import Conversation
 from polykv_proxy.ids import PoolId, SessionId, SlotId
-from polykv_proxy.sessions import Session, SessionBook, Turn, Usage
+from polykv_proxy.sessions import SessionBook
+from polykv_proxy.turns import Session, Turn, Usage
 
 USAGE = Usage(cache_n=100, prompt_n=10, predicted_n=20, tps=30.0)
 

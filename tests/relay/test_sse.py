@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from polykv_proxy.relay.dialects import Dialect
 from polykv_proxy.relay.sse import SseReader
-from polykv_proxy.sessions import Usage
+from polykv_proxy.turns import Usage
 from tests.fake_engine.dialects import Dialect as FakeDialect
 from tests.fake_engine.dialects import Turn, dialect
 
