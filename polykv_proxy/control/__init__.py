@@ -17,6 +17,7 @@ ledger     who holds which cells
 sequences  the engine's sequences: order, find again, give back
 holdings   how many cells pools and slots hold, alone and together
 room       cells: does it fit, who leaves, who waits for whom
+forecast   cells that are free by the stats, and those that will be taken (pure)
 fan_out    requests that begin alike prefill that once
 flights    one prefill for all of them: who leads, who waits
 alike      which prompts begin alike (pure)

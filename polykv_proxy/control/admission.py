@@ -15,9 +15,10 @@ import logging
 from dataclasses import replace
 
 from polykv_proxy.control.compare import Comparer, Comparison
+from polykv_proxy.control.forecast import FIRST_CELLS
 from polykv_proxy.control.orders import AttachRequest
 from polykv_proxy.control.residency import Residency
-from polykv_proxy.control.room import FIRST_CELLS, Room
+from polykv_proxy.control.room import Room
 from polykv_proxy.control.sizes import (
     ANSWER_CELLS,
     TEMPLATE_TOKENS,

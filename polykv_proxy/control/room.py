@@ -20,23 +20,33 @@ slot is not in them as it is, and by what the batch under way may take; the seco
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 
-from polykv_proxy.control.holdings import NOT_STARTED, Holdings, n_in_batch
+from polykv_proxy.control.forecast import (
+    FIRST_CELLS,
+    GROWTH_CELLS,
+    Known,
+    growth,
+    n_free_or_idle,
+    n_growing,
+    n_of_started,
+    running_slots,
+    still_to_come,
+)
+from polykv_proxy.control.holdings import Holdings
 from polykv_proxy.control.ledger import Ledger
 from polykv_proxy.control.promises import Promises, this_task
 from polykv_proxy.control.retention import Retention
 from polykv_proxy.control.watch import EngineWatch
 from polykv_proxy.errors import KvExhaustedForRequest, PolyKVError
-from polykv_proxy.ids import PoolId, SlotId
+from polykv_proxy.ids import PoolId
 from polykv_proxy.sessions import SessionBook
 from polykv_proxy.slots import SlotBook
 from polykv_proxy.tree.eviction import held_cells, with_ancestors, with_holders
 from polykv_proxy.tree.pool import Pool
 from polykv_proxy.tree.tree import PoolTree
-from polykv_proxy.upstream import SlotStats, Stats
+from polykv_proxy.upstream import Stats
 
 log = logging.getLogger("polykv.room")
 
@@ -46,33 +56,9 @@ MAX_WAIT_S = 30.0
 LOOK_AGAIN_S = 0.25
 """While somebody waits: requests that the proxy does not count (relayed unread) give cells back without a word."""
 
-GROWTH_CELLS = 256
-"""What a running request may add between two looks at the engine: a second at 256 tokens per second."""
-
-GROWTH_MIN_CELLS, LOOK_AHEAD_S = 32, 2.0
-
-FIRST_CELLS = 32
-"""Who would leave less than this for the beginning of its answer, or for each answer under way, waits for them to end:
-the engine would cut somebody short, or refuse the prompt itself, as soon as it is in."""
-
 Idle = Literal["open", "live", "named", "none"]
 """Whose pools count as used between two turns: of all open sessions, of live ones, of live ones that a client named, of
 nobody."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """What one look at the engine says, for all who ask before the next. ``n_spare``: with the margin for growth."""
-
-    stats: Stats
-    n_spare: int
-    running: frozenset[int]
-
-    @classmethod
-    def read(cls, stats: Stats, n_free_or_idle: int) -> "_Known":
-        busy = [slot for slot in stats.slots if not slot.idle]
-        coming = sum(_still_to_come(slot) for slot in busy) + _n_of_started(stats)
-        return cls(stats, n_free_or_idle - coming - GROWTH_CELLS * len(busy), _running(stats))
 
 
 class Sequences(Protocol):
@@ -120,7 +106,7 @@ class Room(Promises):
         self._making = asyncio.Lock()
         self._line = asyncio.Lock()
         self._n_in_line = 0
-        self._known: _Known | None = None
+        self._known: Known | None = None
         self._dismissed: PolyKVError | None = None
         self.max_wait_s = MAX_WAIT_S
 
@@ -147,7 +133,7 @@ class Room(Promises):
         if self.n_total is None or stats is None:
             return True
         if self._known is None or self._known.stats is not stats:
-            self._known = _Known.read(stats, _n_free_or_idle(stats, self._holdings(stats)))
+            self._known = Known.read(stats, n_free_or_idle(stats, self._holdings(stats)))
         known = self._known
         n_spare = known.n_spare
         for at_s, n_kept in self._kept:
@@ -168,7 +154,7 @@ class Room(Promises):
         stats = await self._watch.refresh() if self.n_total is not None else None
         if stats is None or self.n_total is None:
             return True
-        return self._n_room(stats) - _n_growing(stats) >= n_cells
+        return self._n_room(stats) - n_growing(stats) >= n_cells
 
     @property
     def has_line(self) -> bool:
@@ -259,7 +245,7 @@ class Room(Promises):
         stats = self._watch.stats
         if stats is None or self.n_total is None:
             return
-        n_cells = round(sum(_growth(slot) for slot in stats.slots if not slot.idle))
+        n_cells = round(sum(growth(slot) for slot in stats.slots if not slot.idle))
         if n_cells and self._n_room(stats) < n_cells and self._victim() is not None:
             await self.make(0, n_cells)
 
@@ -327,7 +313,7 @@ class Room(Promises):
         if stats.cells is None:
             return 0
         holdings = self._holdings(stats)
-        n_room = _n_free_or_idle(stats, holdings)
+        n_room = n_free_or_idle(stats, holdings)
         if self.sequences.books_true:
             n_room = max(n_room, stats.cells.total - holdings.n_held())
         else:  # what the service slot is at may be an order that was given up, and that nobody counts
@@ -336,14 +322,14 @@ class Room(Promises):
 
     def _n_coming(self, stats: Stats) -> int:
         """Cells that were promised to others, or that their prompts have yet to take."""
-        running = _running(stats)
+        running = running_slots(stats)
         coming = [(task, p) for task, p in self._live() if not self._arrived(task, p, running)]
-        n_cells = sum(p.n_cells for _, p in coming) + sum(_still_to_come(slot) for slot in stats.slots)
+        n_cells = sum(p.n_cells for _, p in coming) + sum(still_to_come(slot) for slot in stats.slots)
         if not any(slot.state == "started" for slot in stats.slots):
             return n_cells
         sessions = [self._sessions.get(p.session) for _, p in coming if p.session is not None]
         promised = {turn.slot_id for session in sessions if session is not None for turn in session.turns.values()}
-        return n_cells + _n_of_started(stats, besides=promised)
+        return n_cells + n_of_started(stats, besides=promised)
 
     def _holdings(self, stats: Stats) -> Holdings:
         self.sequences.ledger.sync()
@@ -352,7 +338,7 @@ class Room(Promises):
     def _n_spared(self, n_cells: int, n_first: int) -> int:
         """What this request must leave besides its own cells, as long as waiting can help."""
         stats = self._watch.stats
-        n_spared = n_first + (_n_growing(stats) if stats is not None else 0)
+        n_spared = n_first + (n_growing(stats) if stats is not None else 0)
         return n_spared if self._may_come(n_cells + n_spared) else 0
 
     def _may_come(self, n_cells: int) -> bool:
@@ -383,32 +369,3 @@ class Room(Promises):
                 await self._changed.wait()
         except TimeoutError:
             return
-
-
-def _n_free_or_idle(stats: Stats, holdings: Holdings) -> int:
-    n_free = stats.cells.free if stats.cells is not None else 0
-    return n_free - n_in_batch(stats) + holdings.n_resting_alone()
-
-
-def _still_to_come(slot: SlotStats) -> int:
-    """Prompt tokens that a slot has yet to take cells for."""
-    return max(0, slot.n_prompt - slot.n_tokens) if slot.state == "prompt" else 0
-
-
-def _n_of_started(stats: Stats, besides: Collection[SlotId | None] = ()) -> int:
-    """Cells for prompts that the engine has, and of which no token was decoded. Theirs too who were never counted."""
-    return sum(slot.n_prompt for slot in stats.slots if slot.state == "started" and slot.id not in besides)
-
-
-def _running(stats: Stats) -> frozenset[int]:
-    return frozenset(slot.id for slot in stats.slots if slot.state not in NOT_STARTED)
-
-
-def _n_growing(stats: Stats) -> int:
-    """What the answers under way take soon."""
-    return FIRST_CELLS * sum(slot.state == "generating" for slot in stats.slots)
-
-
-def _growth(slot: SlotStats) -> float:
-    """Cells that a busy slot may take until the heartbeat after the next one."""
-    return max(GROWTH_MIN_CELLS, LOOK_AHEAD_S * (slot.tps_ewma or 0.0))
