@@ -201,10 +201,14 @@ class Control(Assembly):
         session = self.sessions.drop(session_id)
         if session is None:
             raise SessionNotFound(f"no session {str(session_id)[:64]!r}")
+        self.forget_traces(session_id)
+        return {"session_id": session_id, "detached_from": session.pool_id, "n_running": len(session.turns)}
+
+    def forget_traces(self, session_id: SessionId) -> None:
+        """Of a session that is not in the books any more, here; also what a turn left that ended after it."""
         self.slots.forget([session_id])
         self.plain.forget([session_id])
         self.divergences.forget(session_id)
-        return {"session_id": session_id, "detached_from": session.pool_id, "n_running": len(session.turns)}
 
     def take_back(self, session: Session) -> None:
         """A turn of it ended unserved: unless it was served before nothing is kept, and it comes again as a new one."""

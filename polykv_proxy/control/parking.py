@@ -75,10 +75,10 @@ class Parking(SlotStates):
         left: list[Displaced] = []
         for one in displaced:
             session = self._sessions.get(one.session)
-            if session is not None:
-                if _was_there(session, one.slot_id):
-                    left.append(one)
-                session.slot_id = None
+            if session is not None and _was_there(session, one.slot_id):
+                left.append(one)
+        for one in displaced:  # one session may lose two slots, and its conversation is in one of them
+            self._sessions.displaced(one.session)
         return left
 
     def prepare(

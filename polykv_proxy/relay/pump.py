@@ -164,7 +164,12 @@ async def begin(request: web.Request, upstream: UpstreamResponse, extra: Iterabl
         headers.setdefault("Retry-After", "1")
     response = RelayedResponse(upstream.status, upstream.reason, headers)
     request[_BEGUN] = True
-    await response.prepare(request)
+    try:
+        await response.prepare(request)
+    except ValueError as e:  # nothing of it went out, and what is said instead is framed anew
+        del request[_BEGUN]
+        request.writer.chunked, request.writer.length = False, None
+        raise UpstreamError(f"the head of the engine's reply cannot be passed on: {e}") from e
     return response
 
 

@@ -28,6 +28,7 @@ from aiohttp.streams import EMPTY_PAYLOAD, StreamReader
 
 from polykv_proxy.errors import BodyTimeout, HeadTimeout
 from polykv_proxy.relay.upgrades import keep_what_follows
+from polykv_proxy.unpaused import Unpaused
 
 log = logging.getLogger("polykv.http")
 
@@ -83,7 +84,7 @@ class SlowClients:
                     log.exception("bug in a look at a connection")
 
 
-class PatientHandler(web.RequestHandler):
+class PatientHandler(Unpaused, web.RequestHandler):
     """A connection that knows since when its client lets us wait."""
 
     __slots__ = (
@@ -95,12 +96,17 @@ class PatientHandler(web.RequestHandler):
         "_unreadable_head",
         "_unsent",
         "_waits_s",
+        "_was_paused",
         "_wire",
     )
 
     def __init__(self, manager: web.Server, slow: SlowClients, **options: Any) -> None:
         super().__init__(manager, **options)
+        # A request that was taken up before its body had come stays counted in the parser: it stops, full, one before
+        # aiohttp thinks so, and nobody would tell it to go on.
+        self._max_msg_queue_size -= 1
         self._slow = slow
+        self._was_paused = False
         self._wire: asyncio.Transport | None = None  # aiohttp forgets its own when it closes, before all is sent
         self._payload: StreamReader = EMPTY_PAYLOAD  # of the last request that came
         self._heard_s = 0.0
@@ -135,11 +141,6 @@ class PatientHandler(web.RequestHandler):
             if begun and not self._begun:
                 self._waits_s = self._heard_s
             self._begun = begun[:_LINE_BEGINS]
-
-    def resume_reading(self, resume_parser: bool = True) -> None:
-        """aiohttp asks for it at every read of a body; when nothing was paused there is nothing to go on with."""
-        if self._reading_paused or self._buffer_paused:
-            super().resume_reading(resume_parser)
 
     def look(self) -> None:
         """Let go of a client that had its time."""

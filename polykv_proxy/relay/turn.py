@@ -119,7 +119,10 @@ class TurnRelay(Reply):
             self._books.end(self._turn, usage, self._clock(), said=answered)
             if self._pin is not None:
                 self._control.plain.end(self._pin, usage.ctx_used)
-            if unheard_of and self._status != 200 and self._books.get(session.session_id) is session:
+            known = self._books.get(session.session_id)
+            if known is None:
+                self._control.forget_traces(session.session_id)  # deleted meanwhile: the slot is nobody's
+            elif unheard_of and self._status != 200 and known is session:
                 self._control.drop_session(session.session_id)  # it was told nothing that it could come back to
             if not self._sent:
                 self._control.take_back(session)

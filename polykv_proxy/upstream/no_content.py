@@ -12,6 +12,8 @@ from functools import partial
 import aiohttp
 from aiohttp.client_proto import ResponseHandler
 
+from polykv_proxy.unpaused import Unpaused
+
 _NO_CONTENT = (b"HTTP/1.1 204", b"HTTP/1.1 304")
 _N_STATUS = len(_NO_CONTENT[0])
 _HEAD_END = b"\r\n\r\n"
@@ -21,11 +23,12 @@ _MAX_HEAD = 1 << 16
 """A head that is longer is left to the parser, which has a limit of its own."""
 
 
-class EngineConnection(ResponseHandler):
+class EngineConnection(Unpaused, ResponseHandler):
     """Takes the framing off such a reply, and the last chunk that follows it, now or with the next bytes."""
 
     _held = b""
     _to_skip = b""
+    _was_paused = False
 
     def data_received(self, data: bytes) -> None:
         if not data:  # the parser is to go on with what it has
@@ -41,11 +44,6 @@ class EngineConnection(ResponseHandler):
             data = self._without_framing(self._held + data)
         if data:
             super().data_received(data)
-
-    def resume_reading(self, resume_parser: bool = True) -> None:
-        """aiohttp asks for it at every read of a body; when nothing was paused there is nothing to go on with."""
-        if self._reading_paused or self._buffer_paused:
-            super().resume_reading(resume_parser)
 
     def _is_between_replies(self) -> bool:
         """A body that quotes such a head is only a body."""

@@ -1,6 +1,7 @@
 """The engine dies, refuses or restarts: what the client sees, and how often the engine was asked."""
 
 import asyncio
+import json
 
 import httpx
 import pytest
@@ -184,3 +185,18 @@ async def test_an_engine_without_room_is_heard_in_its_own_words(make_proxy: Prox
             assert (unchunked(body) if stream == b"true" else body) == said
             assert (b"retry-after: 1" in head.lower()) == (stream == b"false")
             assert len(engine.heads) == 1
+
+
+@pytest.mark.parametrize(
+    "framed", [b"Content-Length: 2\r\n\r\n{}", b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n"]
+)
+@pytest.mark.parametrize("path", ["/tokenize", CHAT])
+async def test_a_head_that_may_not_be_passed_on_is_a_502(make_proxy: ProxyMaker, path: str, framed: bytes) -> None:
+    """A control character in a header would be the beginning of another one to somebody."""
+    head = OK + b"Content-Type: application/json\r\nX-Odd: a\x01b\r\n"
+    async with RawEngine((head + framed,)) as engine, make_proxy(engine.url) as proxy:
+        for _ in range(2):
+            told, body = await exchange(proxy.url, post(path, json.dumps(body_of(path)).encode()))
+            assert told.startswith(b"HTTP/1.1 502 ")
+            assert b"chunked" not in told
+            assert "cannot be passed on" in json.loads(body)["error"]["message"]

@@ -13,6 +13,7 @@ from typing import Any
 import orjson
 import pytest
 
+from polykv_proxy.ids import SlotId
 from tests.fake_engine import FakeEngine, Hold
 from tests.relay.conftest import Proxy, ProxyMaker
 from tests.relay.dialect_cases import body_of
@@ -205,3 +206,18 @@ async def test_a_slow_reader_slows_the_engine_and_not_memory(make_proxy: ProxyMa
             assert sent < size / 2
             assert proxy.relay.n_running == 1
         await all_at_rest(proxy)
+
+
+async def test_the_slot_of_a_session_that_was_deleted_while_it_waited_is_nobodys(make_proxy: ProxyMaker) -> None:
+    hold = Hold()
+    async with FakeEngine(n_slots=1) as engine, make_proxy(engine.url) as proxy:
+        engine.on(CHAT, "prefill", hold)
+        first = asyncio.create_task(proxy.chat("one", session_id="a"))
+        await hold.reached()
+        second = asyncio.create_task(proxy.chat("two", session_id="b"))
+        await until(lambda: proxy.control.slots.n_waiting == 1)
+        assert (await proxy.client.delete("/polykv/sessions/b")).status_code == 200
+        hold.release()
+        assert [answer.status_code for answer in await asyncio.gather(first, second)] == [200, 200]
+        await all_at_rest(proxy)
+        assert proxy.control.slots.owner_of(SlotId(0)) is None

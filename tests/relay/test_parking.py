@@ -507,6 +507,34 @@ async def test_a_slot_that_is_still_down_as_its_own_is_filled_again(engine: Fake
         assert made["prefix_len"] == len(agent.prompt)
 
 
+async def test_who_loses_two_slots_at_once_is_saved_from_the_one_of_its_last_turn(make_proxy: ProxyMaker) -> None:
+    async with FakeEngine(save_ram=RAM, n_slots=2) as engine, make_proxy(engine.url) as proxy:
+
+        async def ask(text: str, **fields: Any) -> None:
+            answer = await proxy.client.post(COMPLETION, json={"prompt": text * 40, "n_predict": 4} | fields)
+            assert answer.status_code == 200, answer.text
+
+        first, second = Hold(), Hold()
+        await ask("before ", session_id="a")
+        engine.on(COMPLETION, "prefill", first)
+        turns = [asyncio.create_task(ask("first ", session_id="a"))]
+        await first.reached()
+        engine.on(COMPLETION, "prefill", second)
+        turns.append(asyncio.create_task(ask("second ", session_id="a")))
+        await second.reached()
+        first.release()
+        await turns[0]
+        second.release()
+        await turns[1]
+        session = proxy.control.sessions.get(SessionId("a"))
+        assert session is not None
+        assert [proxy.control.slots.owner_of(slot) for slot in (0, 1)] == ["a", "a"]
+        assert session.slot_id == 1
+        await ask("another ", n_cmpl=2)
+        assert session.saved
+        assert session.slot_id is None
+
+
 async def test_a_parked_session_whose_state_is_gone_is_not_resident(engine: FakeEngine, make_proxy: ProxyMaker) -> None:
     async with make_proxy(engine.url, warm_after_s=0.05) as proxy:
         await Agent(proxy, "a").say(said("a", 0))
