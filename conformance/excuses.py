@@ -28,21 +28,11 @@ _OF_POOLS = {
     f"test_completion::test_completion_unified[256-4-n_predict_vals{case}-expected_success{case}]": FULL_CACHE
     for case in (1, 2)
 }
-ASLEEP = Excuse(
-    "assert fetch_metrics(server) == metrics_awake",
-    "what the proxy adds to `/metrics` says less of an engine that sleeps (no epoch, no cells); llama-server's part is "
-    "the same",
-)
-FIRST_SLOT_NAMED = Excuse(
-    'assert "updating prompt cache" in log.drain()',
-    "in auto mode the proxy names slots until it sees that llama-server empties them, after the first two sessions; "
-    "then it names none, and what was saved (`--cache-ram`) is loaded as without the proxy",
-)
 _OF_PROXY = {"test_metrics::test_metrics_disabled": OWN_METRICS}
 EXCUSED: dict[str, dict[str, Excuse]] = {
     "patched": _OF_POOLS,
-    "proxy": _OF_POOLS | _OF_PROXY | {"test_sleep::test_server_sleep_read_only_endpoints": ASLEEP},
-    "proxy-stock": _OF_PROXY | {"test_kv_keep_only_active::test_clear_and_restore": FIRST_SLOT_NAMED},
+    "proxy": _OF_POOLS | _OF_PROXY,
+    "proxy-stock": _OF_PROXY,
 }
 
 
