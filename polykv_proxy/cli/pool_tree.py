@@ -176,11 +176,12 @@ def _session_rows(sessions: Sequence[Mapping[str, Any]], guide: str) -> "Iterato
     from polykv_proxy.cli.fitting import Label, Row
 
     for session in sorted(sessions, key=lambda session: str(session["session_id"]))[:_SESSIONS_MAX]:
-        has_cells = bool(session.get("prefix_n_tokens") or session["suffix_n_tokens"])
+        own = session["suffix_n_tokens"]
+        has_cells = own is None or bool(session.get("prefix_n_tokens") or own)  # None: not known
         name = f"▸ {plain(session['session_id'])}"
         yield Row(
             Label(guide, name, short=name, least=name[:_SESSION_LEAST], style="blue"),
-            ("", count(session["suffix_n_tokens"]), human_bytes(session["marginal_kv_bytes"])),
+            ("", count(own), human_bytes(session["marginal_kv_bytes"])),
             [Text(part, style="" if has_cells else "bright_black") for part in _doing(session, has_cells)],
         )
     if len(sessions) > _SESSIONS_MAX:

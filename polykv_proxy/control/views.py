@@ -101,7 +101,7 @@ class Views:
     def _picture(self, ref: int | str | None) -> tuple[TreePicture, dict[str, Any]]:
         top = self._tree.get(ref).pool_id if ref is not None else None
         stats = self._watch.stats
-        answers = self._watch.state == "ready" and self._taken_by() is None
+        answers = self._answers()
         cells = stats.cells if stats is not None and answers and not self._watch.sleeping else None
         resident = len(self._tree.residents())
         facts = EngineFacts(
@@ -221,7 +221,7 @@ class Views:
         Free are those that a new session or pool could take now.
         """
         stats = self._watch.stats
-        answers = self._watch.state == "ready" and self._taken_by() is None and not self._watch.sleeping
+        answers = self._answers() and not self._watch.sleeping
         if stats is None or not answers or stats.kv_unified or stats.cells is None or not stats.cells.n_stream:
             return dict.fromkeys(("kv_streams_total", "kv_streams_free", "kv_cells_per_stream"))
         now_s = self._clock()
@@ -299,6 +299,10 @@ class Views:
 
     # ---------------------------------------------------------------------------------------------------------------
 
+    def _answers(self) -> bool:
+        """The engine is there and ours: what it holds is known."""
+        return self._watch.state == "ready" and self._taken_by() is None
+
     def _slot_of(self, session: Session) -> SlotStats | None:
         stats = self._watch.stats
         if self._plain.props is not None:
@@ -309,7 +313,7 @@ class Views:
 
     def _holds(self, slot: SlotStats | None) -> tuple[int, int] | None:
         """(tokens that are pools', tokens of its own); only an engine with hooks tells."""
-        if slot is None or self._plain.props is not None:
+        if slot is None or self._plain.props is not None or not self._answers():
             return None
         return self._ledger.holds(SlotId(slot.id))
 

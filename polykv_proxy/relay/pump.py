@@ -7,9 +7,11 @@ a reply that broke off never looks like one that ended: the connection is closed
 import re
 from collections.abc import AsyncIterator, Callable, Iterable
 from random import getrandbits
+from typing import cast
 
 import orjson
 from aiohttp import HttpVersion10, HttpVersion11, web
+from aiohttp.http import StreamWriter
 from multidict import CIMultiDict
 
 from polykv_proxy.errors import BodyTooLarge, PolyKVError, RequestError, UpstreamError
@@ -168,7 +170,8 @@ async def begin(request: web.Request, upstream: UpstreamResponse, extra: Iterabl
         await response.prepare(request)
     except ValueError as e:  # nothing of it went out, and what is said instead is framed anew
         del request[_BEGUN]
-        request.writer.chunked, request.writer.length = False, None
+        writer = cast(StreamWriter, request.writer)
+        writer.chunked, writer.length = False, None
         raise UpstreamError(f"the head of the engine's reply cannot be passed on: {e}") from e
     return response
 

@@ -90,9 +90,9 @@ class PoolSession(Shape):
     """A session, as its pool shows it."""
 
     session_id: str
-    prefix_n_tokens: Count
+    prefix_n_tokens: Count | None
     """Tokens that are pools'."""
-    suffix_n_tokens: Count
+    suffix_n_tokens: Count | None
     """Tokens of its own."""
     marginal_kv_bytes: Count | None
     tps_ewma: float | None

@@ -148,7 +148,7 @@ class TreePicture:
             "unpooled": {
                 "kv_cells": n_unpooled,
                 "kv_bytes": kv_bytes(n_unpooled, bytes_per_token),
-                "sessions": [_session_json(session, bytes_per_token) for session in self._of_pool.get(None, [])],
+                "sessions": [_session_json(session, engine) for session in self._of_pool.get(None, [])],
             },
         }
 
@@ -186,7 +186,7 @@ class TreePicture:
             "subtree_kv_bytes": kv_bytes(subtree_cells, bytes_per_token),
             "warm_bytes": self._saved_bytes(pool),
             "children": list(children),
-            "sessions": [_session_json(session, bytes_per_token) for session in sessions],
+            "sessions": [_session_json(session, engine) for session in sessions],
         }
 
 
@@ -211,12 +211,13 @@ def _released_json(
     ]
 
 
-def _session_json(session: SessionFacts, bytes_per_token: float | None) -> dict[str, Any]:
+def _session_json(session: SessionFacts, engine: EngineFacts) -> dict[str, Any]:
+    own = session.suffix_n_tokens if engine.answers else None
     return {
         "session_id": session.session_id,
-        "prefix_n_tokens": session.pool_n_tokens,
-        "suffix_n_tokens": session.suffix_n_tokens,
-        "marginal_kv_bytes": kv_bytes(session.suffix_n_tokens, bytes_per_token),
+        "prefix_n_tokens": session.pool_n_tokens if engine.answers else None,
+        "suffix_n_tokens": own,
+        "marginal_kv_bytes": kv_bytes(own, engine.bytes_per_token),
         "tps_ewma": session.tps_ewma,
         "ttft_ms": session.ttft_ms,
         "state": session.state,

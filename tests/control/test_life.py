@@ -7,6 +7,7 @@ import pytest
 
 from polykv_proxy.config import load_settings
 from polykv_proxy.control import AttachRequest, Control
+from polykv_proxy.ids import PoolId, SessionId, SlotId
 from polykv_proxy.slots import Ticket
 from tests.control.conftest import eventually, planes
 from tests.fake_engine import FakeEngine, Hold, delay, drop, reply
@@ -88,8 +89,17 @@ async def test_an_engine_that_is_away_still_lets_the_tree_be_seen_and_released(p
     await plane.create(tokens=[1, 2, 3], name="a")
     await plane.create(tokens=[5, 6], name="b")
     await plane.engine.kill()
+    now_s = plane.control.clock()
+    session = plane.control.sessions.name(SessionId("s"), now_s)
+    plane.control.sessions.begin(session, now_s).sent(now_s, SlotId(0), PoolId(1))
+    await eventually(lambda: plane.control.watch.state != "ready")
     status, view = await plane.call("GET", "/polykv/pools")
     assert (status, len(view["pools"])) == (200, 2)
+    (shown,) = view["pools"][0]["sessions"]
+    (told,) = (await plane.call("GET", "/polykv/sessions"))[1]["sessions"]
+    for one in (shown, told):
+        assert one["session_id"] == "s"
+        assert (one["prefix_n_tokens"], one["suffix_n_tokens"], one["marginal_kv_bytes"]) == (None, None, None)
     status, answer = await plane.call("DELETE", "/polykv/pools/a")
     assert (status, answer["released"]) == (200, [1])
     await plane.refused(503, "upstream_unavailable", "POST", "/polykv/pools", {"tokens": [1]})
