@@ -85,6 +85,7 @@ def draw_tree(view: Mapping[str, Any]) -> "FittedTable":
                 stack.append((child, guide + ("└─ " if last else "├─ "), guide + ("   " if last else "│  "), level + 1))
             else:  # no room for more guides at 80 columns: say the level instead
                 stack.append((child, f"{guide}{level + 1}: ", guide, level + 1))
+    rows += _released_rows(view.get("released"))
     rows += _unpooled_rows(view.get("unpooled"))
     return FittedTable(("pool", "prefix", "own", "KV", "where"), rows, label_at=0, label_keeps=_TREE_LABEL)
 
@@ -92,7 +93,7 @@ def draw_tree(view: Mapping[str, Any]) -> "FittedTable":
 def has_unpooled(view: Mapping[str, Any]) -> bool:
     """Whether anything is in the cache, or anybody there, without a pool."""
     unpooled = view.get("unpooled") or {}
-    return bool(unpooled.get("sessions") or unpooled.get("kv_cells"))
+    return bool(unpooled.get("sessions") or unpooled.get("kv_cells") or view.get("released"))
 
 
 def list_table(view: Mapping[str, Any]) -> "FittedTable":
@@ -119,6 +120,21 @@ def list_table(view: Mapping[str, Any]) -> "FittedTable":
 
 def _n_sessions(n: int) -> str:
     return f"{count(n)} session{'' if n == 1 else 's'}"
+
+
+def _released_rows(released: Sequence[Mapping[str, Any]] | None) -> "Iterator[Row]":
+    """What slots still hold of pools that are gone, until their next turn."""
+    from rich.text import Text
+
+    from polykv_proxy.cli.fitting import Label, Row
+
+    if not released:
+        return
+    sizes = [pool["own_kv_bytes"] for pool in released]
+    n_bytes = None if None in sizes else sum(sizes)
+    numbers = ("", count(sum(pool["own_kv_cells"] for pool in released)), human_bytes(n_bytes))
+    label = Label("", "released", short="released", least="released", style="bright_black")
+    yield Row(label, numbers, [Text("in slots")])
 
 
 def _unpooled_rows(unpooled: Mapping[str, Any] | None) -> "Iterator[Row]":

@@ -144,6 +144,22 @@ def test_what_has_no_pool_is_a_line_of_its_own_and_counted(server: ContractServe
     assert lines[2].split() == ["unpooled", "786", "18.1", "MB", "2", "sessions"]
 
 
+def test_what_slots_still_hold_of_released_pools_is_a_line_of_its_own(server: ContractServer) -> None:
+    server.resident(add_root(server.tree, toks(range(100)), name="desk"))
+    view = json.loads(run(server, "tree", "--json").stdout)
+    gone = {"name": None, "parent": -1, "branch_pos": 0, "prefix_len": 400}
+    view["released"] = [
+        gone | {"pool_id": 7, "own_kv_cells": 397, "own_kv_bytes": 397 * 23040},
+        gone | {"pool_id": 8, "own_kv_cells": 3, "own_kv_bytes": 3 * 23040},
+    ]
+    server.answer_next = (200, json.dumps(view).encode(), {})
+    lines = run(server, "tree").stdout.splitlines()
+    assert lines[2].split() == ["released", "400", "9.2", "MB", "in", "slots"]
+    view |= {"pools": [], "tree_depth": 0}
+    server.answer_next = (200, json.dumps(view).encode(), {})
+    assert run(server, "tree").stdout.splitlines()[2].split()[:2] == ["released", "400"]
+
+
 def test_of_an_engine_that_is_away_only_what_is_on_disk_is_shown(server: ContractServer) -> None:
     server.resident(add_root(server.tree, toks(range(100)), name="desk"))
     view = json.loads(run(server, "tree", "--json").stdout)
