@@ -124,30 +124,26 @@ def _n_sessions(n: int) -> str:
 
 def _released_rows(released: Sequence[Mapping[str, Any]] | None) -> "Iterator[Row]":
     """What slots still hold of pools that are gone, until their next turn."""
-    from rich.text import Text
-
-    from polykv_proxy.cli.fitting import Label, Row
-
-    if not released:
-        return
-    sizes = [pool["own_kv_bytes"] for pool in released]
-    n_bytes = None if None in sizes else sum(sizes)
-    numbers = ("", count(sum(pool["own_kv_cells"] for pool in released)), human_bytes(n_bytes))
-    label = Label("", "released", short="released", least="released", style="bright_black")
-    yield Row(label, numbers, [Text("in slots")])
+    if released:
+        sizes = [pool["own_kv_bytes"] for pool in released]
+        n_bytes = None if None in sizes else sum(sizes)
+        yield _rest_row("released", sum(pool["own_kv_cells"] for pool in released), n_bytes, "in slots")
 
 
 def _unpooled_rows(unpooled: Mapping[str, Any] | None) -> "Iterator[Row]":
     """The rest of the cache, so that the column adds up: who has no pool, by number."""
+    if unpooled is not None and (unpooled["sessions"] or unpooled["kv_cells"]):
+        n_sessions = _n_sessions(len(unpooled["sessions"]))
+        yield _rest_row("unpooled", unpooled["kv_cells"], unpooled["kv_bytes"], n_sessions)
+
+
+def _rest_row(what: str, n_cells: int | None, n_bytes: float | None, where: str) -> "Row":
     from rich.text import Text
 
     from polykv_proxy.cli.fitting import Label, Row
 
-    if unpooled is None or not (unpooled["sessions"] or unpooled["kv_cells"]):
-        return
-    numbers = ("", count(unpooled["kv_cells"]), human_bytes(unpooled["kv_bytes"]))
-    label = Label("", "unpooled", short="unpooled", least="unpooled", style="bright_black")
-    yield Row(label, numbers, [Text(_n_sessions(len(unpooled["sessions"])))])
+    label = Label("", what, short=what, least=what, style="bright_black")
+    return Row(label, ("", count(n_cells), human_bytes(n_bytes)), [Text(where)])
 
 
 def _pool_label(pool: Mapping[str, Any], guide: str) -> "Label":

@@ -213,8 +213,7 @@ class Control(Assembly):
     def take_back(self, session: Session) -> None:
         """A turn of it ended unserved: unless it was served before nothing is kept, and it comes again as a new one."""
         if self.sessions.take_back(session):
-            self.slots.forget([session.session_id])
-            self.plain.forget([session.session_id])
+            self.forget_traces(session.session_id)
 
     # The data plane ------------------------------------------------------------------------------------------------
 
